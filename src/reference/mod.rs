@@ -1,0 +1,1 @@
+//! Float64 attention that shares nothing with the kernels.

@@ -1,0 +1,1 @@
+//! The validation that the command, the tests and users' own suites share.
