@@ -223,3 +223,9 @@ fn width(ends: &[u32]) -> u32 {
         _ => 0,
     }
 }
+
+impl Case {
+    fn validate(&self) -> Result<(), CaseError> {
+        Ok(())
+    }
+}

@@ -21,7 +21,7 @@ pub const fn padded_dim(dim: u32) -> u32 {
 }
 
 /// A configuration that no kernel is made for.
-#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[derive(Clone, Debug, PartialEq, Error)]
 #[non_exhaustive]
 pub enum GeometryError {
     /// A head count is zero.
@@ -82,12 +82,7 @@ impl HeadGeometry {
     ///
     /// # Errors
     /// [`GeometryError::ZeroHeads`], [`GeometryError::HeadRatio`] or [`GeometryError::HeadDim`].
-    pub fn with_v_head_dim(
-        q_heads: u32,
-        kv_heads: u32,
-        head_dim: u32,
-        v_head_dim: u32,
-    ) -> Result<Self, GeometryError> {
+    pub fn with_v_head_dim(q_heads: u32, kv_heads: u32, head_dim: u32, v_head_dim: u32) -> Result<Self, GeometryError> {
         for (name, count) in [("q_heads", q_heads), ("kv_heads", kv_heads)] {
             if count == 0 {
                 return Err(GeometryError::ZeroHeads { name });

@@ -1,0 +1,2 @@
+//! The command `paged-attention`.
+fn main() {}

@@ -1,0 +1,1 @@
+//! Which adapter to use: never a software one before a real one.
