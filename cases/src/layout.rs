@@ -6,7 +6,7 @@ use paged_attention::{Case, Dtype, KvSource, PageSize, Tensor};
 use rand::RngExt;
 use rand::seq::SliceRandom;
 
-use crate::spec::{CaseSpec, KvLayout, PageOrder, Poison, Pool, SpecError};
+use crate::spec::{CaseSpec, KvInput, PageOrder, Poison, Pool, SpecError};
 use crate::values::{Sequence, generate, stream};
 
 /// The case that a description stands for.
@@ -47,8 +47,8 @@ pub fn assemble(spec: &CaseSpec, sequences: &[Sequence]) -> Result<Case, SpecErr
     let (kv_heads, v_head_dim) = dims(heads.kv_heads, heads.v_head_dim);
     let q = Tensor::from_f32(spec.q, &[total_q, q_heads, head_dim], &q)?;
 
-    let kv = match &spec.layout {
-        KvLayout::Contiguous(_) => {
+    let kv = match &spec.kv_input {
+        KvInput::Contiguous(_) => {
             let kv_indptr = indptr("keys", sequences.iter().map(|s| s.kv_len))?;
             let total_kv = kv_indptr.last().map_or(0, |n| *n as usize);
             let packed = |part: fn(&Sequence) -> &Vec<f32>, dim: usize| {
@@ -57,7 +57,7 @@ pub fn assemble(spec: &CaseSpec, sequences: &[Sequence]) -> Result<Case, SpecErr
             };
             KvSource::Contiguous { k: packed(|s| &s.k, head_dim)?, v: packed(|s| &s.v, v_head_dim)?, kv_indptr }
         }
-        KvLayout::Paged(pool) => {
+        KvInput::Paged(pool) => {
             let table = page_table(pool, spec.page_size()?, spec.seed, sequences)?;
             let page = pool.page_size as usize;
             let filled = |part: fn(&Sequence) -> &Vec<f32>, row: usize, dim: usize| {
@@ -93,7 +93,7 @@ pub fn assemble(spec: &CaseSpec, sequences: &[Sequence]) -> Result<Case, SpecErr
 pub fn append_page_ids(spec: &CaseSpec) -> Result<Vec<u32>, SpecError> {
     let page_size = spec.page_size()?;
     let needed = spec.seqs.iter().map(|s| page_size.pages_for(s.kv_len) as usize).sum();
-    Ok(page_order(spec.layout.pool(), needed, spec.seed)?.0)
+    Ok(page_order(spec.kv_input.pool(), needed, spec.seed)?.0)
 }
 
 /// Elements of a row of all heads.

@@ -21,6 +21,6 @@ mod values;
 
 pub use file::{FileError, write_case};
 pub use layout::{append_page_ids, assemble, build};
-pub use spec::{CaseSpec, Heads, KvLayout, PageOrder, Poison, Pool, Seq, SpecError, Values};
-pub use table::{SPLIT_KEYS, full, quick};
+pub use spec::{CaseSpec, Heads, KvInput, PageOrder, Poison, Pool, Seq, SpecError, Values};
+pub use table::{full, quick};
 pub use values::{Sequence, generate, loud_key};

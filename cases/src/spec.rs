@@ -207,7 +207,7 @@ impl Pool {
 
 /// Where keys and values lie.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum KvLayout {
+pub enum KvInput {
     /// Packed rows, which the crate writes into pages itself. Of the pool, `page_size`, `times` and `order` say
     /// which pages it is given ([`append_page_ids`](crate::append_page_ids)).
     Contiguous(Pool),
@@ -215,7 +215,7 @@ pub enum KvLayout {
     Paged(Pool),
 }
 
-impl KvLayout {
+impl KvInput {
     /// The pool.
     pub const fn pool(&self) -> &Pool {
         match self {
@@ -244,7 +244,7 @@ pub struct CaseSpec {
     /// The softmax scale; `None` is `1/sqrt(head_dim)`.
     pub scale: Option<f64>,
     /// Where keys and values lie.
-    pub layout: KvLayout,
+    pub kv_input: KvInput,
     /// What they look like.
     pub values: Values,
     /// Start of all random streams.
@@ -266,7 +266,7 @@ impl CaseSpec {
                 .collect(),
             causal: false,
             scale: None,
-            layout: KvLayout::Paged(Pool::new(16)),
+            kv_input: KvInput::Paged(Pool::new(16)),
             values: Values::Normal,
             seed: 0,
         }
@@ -305,13 +305,13 @@ impl CaseSpec {
     /// The same in pages.
     #[must_use]
     pub fn paged(self, pool: Pool) -> Self {
-        Self { layout: KvLayout::Paged(pool), ..self }
+        Self { kv_input: KvInput::Paged(pool), ..self }
     }
 
     /// The same in packed rows, to be written into pages of `pool` by the crate.
     #[must_use]
     pub fn contiguous(self, pool: Pool) -> Self {
-        Self { layout: KvLayout::Contiguous(pool), ..self }
+        Self { kv_input: KvInput::Contiguous(pool), ..self }
     }
 
     /// The same with other values.
@@ -343,7 +343,7 @@ impl CaseSpec {
     /// # Errors
     /// [`GeometryError::ZeroPageSize`].
     pub fn page_size(&self) -> Result<PageSize, GeometryError> {
-        PageSize::new(self.layout.pool().page_size)
+        PageSize::new(self.kv_input.pool().page_size)
     }
 
     /// Scale and mask.
@@ -393,8 +393,8 @@ impl fmt::Display for CaseSpec {
         if let Some(scale) = self.scale {
             write!(f, ", scale {scale}")?;
         }
-        let pool = self.layout.pool();
-        let kind = if matches!(self.layout, KvLayout::Paged(_)) { "paged" } else { "contiguous" };
+        let pool = self.kv_input.pool();
+        let kind = if matches!(self.kv_input, KvInput::Paged(_)) { "paged" } else { "contiguous" };
         write!(f, ", {kind} by {} {:?} ×{} {:?}", pool.page_size, pool.order, pool.times, pool.poison)?;
         if pool.surplus > 0 {
             write!(f, " +{}", pool.surplus)?;

@@ -4,11 +4,9 @@
 //! cases, so the quick part stays within a few of them; crossing them all is the full part's.
 
 use paged_attention::Dtype::{self, Bf16, F16, F32};
+use paged_attention::kernels::SPLIT_KEYS;
 
 use crate::spec::{CaseSpec, Heads, PageOrder, Poison, Pool, Seq, Values};
-
-/// Keys per split of the decode kernel. The rows about splits sit on both sides of its multiples.
-pub const SPLIT_KEYS: u32 = 256;
 
 /// The part that an ordinary test run goes through: seconds on a software adapter with two cores.
 pub fn quick() -> Vec<CaseSpec> {
@@ -320,7 +318,7 @@ fn items() -> [CaseSpec; 4] {
     ]
     .map(|spec| {
         let seqs = spec.seqs.iter().map(|s| Seq { kv_stream: s.kv_stream % 5, ..*s }).collect();
-        let page_size = spec.layout.pool().page_size;
+        let page_size = spec.kv_input.pool().page_size;
         spec.seqs(seqs).causal(true).paged(Pool { page_size, ..pool }).seed(19)
     })
 }
