@@ -230,7 +230,7 @@ impl Tally {
     }
 
     fn file(&self) -> PathBuf {
-        let name = format!("{}-{}.safetensors", self.test, self.failures.len());
+        let name = format!("{}-{}.safetensors", self.test.replace('/', "-"), self.failures.len());
         Path::new(env!("CARGO_TARGET_TMPDIR")).join(name)
     }
 
@@ -291,7 +291,8 @@ impl Tally {
     }
 }
 
-fn shortened(text: &str) -> String {
+/// The start of a text.
+pub fn shortened(text: &str) -> String {
     match text.char_indices().nth(160) {
         Some((end, _)) => format!("{}…", &text[..end]),
         None => text.to_owned(),

@@ -3,10 +3,12 @@
 //! Where all scores are equal an error bound says little, since any of them may be the largest by rounding. So
 //! the consequences themselves are tested.
 
-use paged_attention::{AttentionOptions, Case, CaseError, Dtype, KvSource, Output, Tensor};
+use paged_attention::{AttentionOptions, Case, CaseError, Dtype, KvSource, Output, RunError, Tensor};
 use paged_attention_cases::{CaseSpec, Heads, Pool, Sequence, SpecError, Values, assemble, build, generate, loud_key};
 
-use crate::common::{CONFIGS, Gpu, Tally, bits, gpu, is_decode, plain_options, rows_of, run_options};
+use crate::common::{
+    CONFIGS, Gpu, Tally, bits, gpu, is_decode, judge, plain_options, rows_of, run_options, say, shortened,
+};
 
 /// What issue reports name, and the least that the stated range allows.
 const LEVELS: [f64; 11] = [0.0, 1e4, -1e4, -5e4, 6e4, -6e4, -1e5, 2.45e5, -2.45e5, -3e37, 3e37];
@@ -272,6 +274,17 @@ fn two_keys_at_the_end_of_a_pool() {
     tally.finish();
 }
 
+/// Whether a case was refused for the size of its scores, or of what leads to them.
+fn is_range(error: &CaseError) -> bool {
+    matches!(
+        error,
+        CaseError::ScoreRange { .. }
+            | CaseError::DotRange { .. }
+            | CaseError::ScaledQueryRange { .. }
+            | CaseError::ScaleRange { .. }
+    )
+}
+
 /// Scores that leave the stated range are refused, also where they would cancel; those at its end are not.
 #[test]
 fn scores_out_of_range_are_refused() {
@@ -281,7 +294,7 @@ fn scores_out_of_range_are_refused() {
         let case = assemble(&spec, &[literal(heads, q.to_vec(), k.to_vec(), vec![1.0, 2.0])]);
         match case {
             Ok(_) => false,
-            Err(SpecError::Case(CaseError::ScoreRange { .. })) => true,
+            Err(SpecError::Case(error)) if is_range(&error) => true,
             Err(error) => panic!("{error}"),
         }
     };
@@ -295,7 +308,7 @@ fn scores_out_of_range_are_refused() {
     // The scale counts.
     let spec = CaseSpec::new("extreme/range", Heads::new(1, 1, 1), []).scale(1e30);
     let sequence = literal(Heads::new(1, 1, 1), vec![1e4], vec![1e4], vec![1.0]);
-    assert!(matches!(assemble(&spec, &[sequence]), Err(SpecError::Case(CaseError::ScoreRange { .. }))));
+    assert!(matches!(assemble(&spec, &[sequence]), Err(SpecError::Case(error)) if is_range(&error)));
 }
 
 /// Just inside the range, in both kernels.
@@ -308,6 +321,8 @@ fn scores_at_the_end_of_the_range() {
             for level in [5.7e37, -5.7e37] {
                 let spec = CaseSpec::new(format!("extreme/range-end-{level:e}"), heads, SHAPES)
                     .dtype(dtype)
+                    // The customary scale would ask for a dot product beyond f32.
+                    .scale(1.0)
                     .values(Values::EqualScores { level })
                     .seed(54);
                 tally.check(gpu, &spec);
@@ -367,11 +382,55 @@ fn values_that_stick_out() {
     tally.finish();
 }
 
+/// Values whose weighted sum could leave f32 before it is divided, and outputs beyond f16: right, or refused, but
+/// never wrong without a word.
+#[test]
+fn huge_values_are_right_or_refused() {
+    let Some(gpu) = gpu() else { return };
+    let mut tally = Tally::new("huge-values");
+    let heads = Heads::new(4, 2, 64);
+    let shapes = [(1, 300), (33, 70)];
+    for (what, q, kv, out, value) in
+        [("f32", Dtype::F32, Dtype::F32, Dtype::F32, 1e37), ("f32 to f16", Dtype::F16, Dtype::F32, Dtype::F16, 1e5)]
+    {
+        // Equal scores: the weights are 1 until the division, and the output is the value.
+        let spec = CaseSpec::new(format!("extreme/huge-{what}"), heads, shapes)
+            .dtypes(q, kv)
+            .out(out)
+            .values(Values::EqualScores { level: 0.0 })
+            .seed(57);
+        let mut sequences = generate(&spec).unwrap();
+        for s in &mut sequences {
+            s.v.fill(value);
+        }
+        let case = match assemble(&spec, &sequences) {
+            Ok(case) => case,
+            Err(error) => {
+                say(&format!("{spec} is refused: {error}"));
+                tally.held();
+                continue;
+            }
+        };
+        match gpu.run(&case, &run_options(&spec)) {
+            Err(RunError::Device(why) | RunError::Failed(why)) => tally.fail(&spec, Some(&case), why),
+            Err(error) => {
+                say(&format!("{spec} is refused: {error}"));
+                tally.held();
+            }
+            Ok(output) => match judge(&case, &output) {
+                Ok(report) => tally.ratio(report.max_bound_ratio, &spec),
+                Err(why) => tally.fail(&spec, Some(&case), shortened(&why)),
+            },
+        }
+    }
+    tally.finish();
+}
+
 /// A description is refused, not run, where its scores would not fit.
 #[test]
 fn a_level_out_of_range_makes_no_case() {
     for level in [1e38, -1e38] {
         let spec = CaseSpec::new("extreme/out", Heads::new(2, 2, 64), [(1, 4)]).values(Values::EqualScores { level });
-        assert!(matches!(build(&spec), Err(SpecError::Case(CaseError::ScoreRange { .. }))), "{spec}");
+        assert!(matches!(build(&spec), Err(SpecError::Case(error)) if is_range(&error)), "{spec}");
     }
 }

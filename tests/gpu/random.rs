@@ -81,7 +81,7 @@ fn random_cases() {
     };
     let digits: String = seed.iter().map(|byte| format!("{byte:02x}")).collect();
     say(&format!("random: PAGED_ATTENTION_SEED={digits}"));
-    let cases = std::env::var("PROPTEST_CASES").ok().and_then(|n| n.parse().ok()).unwrap_or(64);
+    let cases = std::env::var("PROPTEST_CASES").ok().and_then(|n| n.parse().ok()).unwrap_or(200);
     // A failure is kept as a case file; a list of seeds beside it would say less.
     let config = Config { cases, failure_persistence: None, max_shrink_iters: 300, ..Config::default() };
     let mut runner = TestRunner::new_with_rng(config, TestRng::from_seed(RngAlgorithm::ChaCha, &seed));
