@@ -52,7 +52,7 @@ fn no_group_is_forgotten() {
 }
 
 #[test]
-#[ignore = "full sizes and crossed options: up to an hour on a software adapter"]
+#[ignore = "full sizes and crossed options: minutes on a software adapter"]
 fn table_full() {
     go("table/full", full(), &["full"]);
 }

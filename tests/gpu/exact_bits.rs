@@ -211,7 +211,7 @@ fn short_rows_together_or_one_by_one() {
 #[test]
 fn long_sequences_in_a_tight_pool() {
     let Some(gpu) = gpu() else { return };
-    let mut tally = Tally::new("long");
+    let mut tally = Tally::new("long-pool");
     let heads = Heads::new(2, 1, 64);
     for (q_len, kv_len) in [(16, 20_000), (1, 131_072)] {
         let spec = CaseSpec::new("bits/long", heads, [(q_len, kv_len)]).dtype(paged_attention::Dtype::F16).seed(34);

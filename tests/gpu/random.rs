@@ -56,7 +56,8 @@ fn values() -> impl Strategy<Value = Values> {
         1 => Just(Values::LoudFuture),
         1 => Just(Values::Offset),
         1 => (-2.5e5_f64..2.5e5).prop_map(|level| Values::EqualScores { level }),
-        1 => (-2.0_f64..9.0).prop_map(|exponent| Values::Spread { score: 10_f64.powf(exponent) }),
+        // Up to what f16 queries and keys can make.
+        1 => (-2.0_f64..7.0).prop_map(|exponent| Values::Spread { score: 10_f64.powf(exponent) }),
     ]
 }
 
