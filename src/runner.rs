@@ -11,7 +11,9 @@ use crate::batch::{Batch, BatchError};
 use crate::case::{Case, KvSource};
 use crate::chains::Chains;
 use crate::geometry::{Dtype, HeadGeometry, PageSize, padded_dim};
-use crate::kernels::{BuildError, DECODE_ROWS_MAX, KernelConfig, KernelId, Kernels, SPLIT_KEYS};
+use crate::kernels::{
+    BuildError, DECODE_ROWS_MAX, KernelConfig, KernelId, Kernels, PipelineKey, Processor, SPLIT_KEYS,
+};
 use crate::kv::{Append, AppendError, AppendPlan, AppendSource, KvLayout, LayoutError};
 use crate::plan::{DevicePlan, PlanError, UploadError};
 use crate::status::{STATUS_BYTES, Status, StatusError};
@@ -129,8 +131,6 @@ pub struct Output {
 /// that promise honest in every run.
 const PADDING: u8 = 0xff;
 
-type PipelineKey = (u32, u32, u32, Dtype, Dtype, Dtype);
-
 /// Owns a device and the pipelines made on it, and runs cases.
 #[derive(Debug)]
 pub struct Runner {
@@ -234,7 +234,7 @@ impl Runner {
         };
         let layout = KvLayout::new(geometry, k.dtype(), table.page_size, table.page_count)?;
         let config = AttentionConfig { q: case.q().dtype(), out: options.out_dtype, layout, options: *case.options() };
-        let kernels = self.kernels(&config.kernels())?;
+        let kernels = self.kernels(&config.kernels(Processor::of(&self.info)))?;
         let attention = Attention::with_kernels(kernels, &config)?;
         let plan = attention.plan(&table.batch(case))?;
 
@@ -262,7 +262,12 @@ impl Runner {
         let mut status_word = || status.next().map_or(0, u32::from_le_bytes);
         Status::from_words([status_word(), status_word()]).check(workgroups)?;
         Ok(Output {
-            out: unpadded(part(0, out_end), options.out_dtype, geometry.v_head_dim(), padded_dim(geometry.v_head_dim())),
+            out: unpadded(
+                part(0, out_end),
+                options.out_dtype,
+                geometry.v_head_dim(),
+                padded_dim(geometry.v_head_dim()),
+            ),
             lse: unpadded(part(out_end, lse_end), Dtype::F32, 1, 1),
             out_dtype: options.out_dtype,
             chains: plan.chains().to_vec(),
