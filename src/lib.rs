@@ -17,5 +17,5 @@ pub use geometry::{Dtype, GeometryError, HEAD_DIM_MAX, HeadGeometry, PageSize, R
 pub use runner::{KernelUse, Output, RunError, RunOptions, Runner};
 pub use tensor::{Tensor, TensorError};
 
-pub use verify::{Computed, Report, VerifyError, verify};
+pub use verify::{Computed, Report, VerifyError, Worst, verify};
 pub use wgpu;

@@ -28,6 +28,12 @@ pub struct RunOptions {
     pub out_dtype: Dtype,
 }
 
+impl Default for RunOptions {
+    fn default() -> Self {
+        Self { page_size: PageSize::new(16).unwrap_or_else(|_| unreachable!()), page_ids: None, out_dtype: Dtype::F32 }
+    }
+}
+
 /// One kernel that a run dispatched, and why it was chosen.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
