@@ -1,0 +1,213 @@
+//! `paged-attention attend`: every input is checked first, then an adapter is opened, then the cases run.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use indicatif::{ProgressBar, ProgressStyle};
+use paged_attention::{Case, Computed, Dtype, Output, PageSize, RunOptions, verify};
+
+use crate::args::AttendArgs;
+use crate::device::{self, Device};
+use crate::error::InputError;
+use crate::report::{self, CaseResult, Measured, Summary};
+use crate::{case_file, inputs, output, pages, settings};
+
+/// Cases are kept from the check to the run up to this many bytes of files; the rest is read a second time.
+const KEPT_BYTES_MAX: u64 = 1 << 30;
+
+/// Tokens per page where neither flag nor file say.
+const PAGE_SIZE_DEFAULT: u32 = 16;
+
+/// A case that passed the checks.
+struct Ready {
+    /// Its place in the order of the command line.
+    index: usize,
+    path: PathBuf,
+    /// The case, unless it is to be read again.
+    case: Option<Case>,
+    /// Where its result goes.
+    place: Option<PathBuf>,
+}
+
+/// Runs the subcommand and returns the exit status.
+pub fn run(args: &AttendArgs) -> u8 {
+    let several = args.cases.len() > 1 || args.cases.iter().any(|argument| argument.is_dir());
+    match prepare(args, several) {
+        Err(status) => status,
+        Ok((ready, failed)) => {
+            let results = if ready.is_empty() { Ok(failed) } else { run_ready(args, ready, failed) };
+            match results {
+                Err(status) => status,
+                Ok(mut results) => {
+                    results.sort_by_key(|(index, _)| *index);
+                    finish(results.into_iter().map(|(_, result)| result).collect(), args.json, several)
+                }
+            }
+        }
+    }
+}
+
+type Indexed = Vec<(usize, CaseResult)>;
+
+/// All checks of inputs, flags and output places. Nothing here touches a GPU.
+fn prepare(args: &AttendArgs, several: bool) -> Result<(Vec<Ready>, Indexed), u8> {
+    if let Err(error) = settings::check_flags(&args.paging) {
+        complain(&error);
+        return Err(report::UNUSABLE);
+    }
+    let (files, bad) = inputs::collect(&args.cases);
+    let mut failed: Indexed = bad.iter().map(|(path, error)| (files.len(), unusable(path, error))).collect();
+    let mut ready = Vec::new();
+    let mut kept_bytes = 0;
+    let progress = bar("checking", files.len());
+    for (index, path) in files.iter().enumerate() {
+        match case_file::load(path, &args.settings, &args.paging) {
+            Ok(loaded) => {
+                progress.suspend(|| warn(path, &loaded.unknown));
+                kept_bytes += loaded.bytes;
+                let case = (kept_bytes <= KEPT_BYTES_MAX).then_some(loaded.case);
+                ready.push(Ready { index, path: path.clone(), case, place: None });
+            }
+            Err(error) => failed.push((index, progress.suspend(|| unusable(path, &error)))),
+        }
+        progress.inc(1);
+    }
+    progress.finish_and_clear();
+    if let Some(out) = args.out.as_ref().filter(|_| !ready.is_empty()) {
+        let places = output::plan(out, &files, several).map_err(|error| {
+            complain(&error);
+            report::UNUSABLE
+        })?;
+        for case in &mut ready {
+            case.place = places.get(case.index).cloned();
+        }
+    }
+    Ok((ready, failed))
+}
+
+/// Opens the adapter and runs what is ready.
+fn run_ready(args: &AttendArgs, ready: Vec<Ready>, mut results: Indexed) -> Result<Indexed, u8> {
+    let mut device = device::open(args.adapter.as_deref()).map_err(|error| {
+        complain(&error);
+        report::NO_DEVICE
+    })?;
+    let progress = bar("running", ready.len());
+    for case in ready {
+        let Ready { index, path, .. } = &case;
+        let (index, name) = (*index, path.display().to_string());
+        progress.set_message(name.clone());
+        let result = match run_one(args, &mut device, case) {
+            Ok(measured) => {
+                let exit = if measured.passed { report::PASSED } else { report::OUTSIDE };
+                CaseResult { case: name, exit, error: None, measured: Some(measured) }
+            }
+            Err((exit, error)) => {
+                progress.suspend(|| complain(&format_args!("{name}: {error}")));
+                CaseResult { case: name, exit, error: Some(error), measured: None }
+            }
+        };
+        results.push((index, result));
+        progress.inc(1);
+    }
+    progress.finish_and_clear();
+    Ok(results)
+}
+
+/// Runs, judges and writes one case.
+fn run_one(args: &AttendArgs, device: &mut Device, ready: Ready) -> Result<Measured, (u8, String)> {
+    let case = match ready.case {
+        Some(case) => case,
+        None => {
+            case_file::load(&ready.path, &args.settings, &args.paging)
+                .map_err(|error| (report::UNUSABLE, error.to_string()))?
+                .case
+        }
+    };
+    let (options, page_size) = run_options(args, &case).map_err(|error| (report::UNUSABLE, error.to_string()))?;
+    let output = device.run(&case, &options).map_err(|error| (report::NO_DEVICE, error))?;
+    let report = judge(&case, &output).map_err(|error| (report::NO_DEVICE, error))?;
+    if let Some(place) = &ready.place {
+        output::write(place, &case, &output).map_err(|error| (report::UNUSABLE, error.to_string()))?;
+    }
+    let shape = report::Shape::new(&case, page_size, options.out_dtype);
+    let place = ready.place.map(|place| place.display().to_string());
+    Ok(Measured::new(device.name().clone(), shape, &output, &report, place))
+}
+
+fn run_options(args: &AttendArgs, case: &Case) -> Result<(RunOptions, PageSize), InputError> {
+    let page_size = match args.paging.page_size {
+        Some(page_size) => page_size,
+        None => PageSize::new(PAGE_SIZE_DEFAULT).map_err(paged_attention::CaseError::from)?,
+    };
+    let mut options = RunOptions::default();
+    options.page_size = page_size;
+    options.page_ids = args.paging.shuffle_pages.map(|seed| pages::shuffled(case, page_size, seed));
+    options.out_dtype = Dtype::from(args.out_dtype);
+    Ok((options, page_size))
+}
+
+/// Compares a result with the float64 reference.
+pub fn judge(case: &Case, output: &Output) -> Result<paged_attention::Report, String> {
+    let Output { out, lse, out_dtype, chains, .. } = output;
+    verify(case, &Computed { out, lse, out_dtype: *out_dtype, chains })
+        .map_err(|error| format!("the result cannot be judged: {error}"))
+}
+
+/// Prints the report. Of a single case that did not run, the message on standard error is all there is.
+fn finish(mut results: Vec<CaseResult>, json: bool, several: bool) -> u8 {
+    if several {
+        let summary = Summary::new(results);
+        print(json, &summary, || report::several(&summary));
+        return summary.exit;
+    }
+    let Some(result) = results.pop() else {
+        return report::UNUSABLE;
+    };
+    if result.measured.is_some() {
+        print(json, &result, || report::single(&result));
+    }
+    result.exit
+}
+
+/// To standard output, as JSON or as text.
+pub fn print<T: serde::Serialize>(json: bool, value: &T, text: impl FnOnce() -> String) {
+    use std::io::Write;
+    let mut text = if json { serde_json::to_string_pretty(value).unwrap_or_default() } else { text() };
+    if !text.ends_with('\n') {
+        text.push('\n');
+    }
+    // A reader that has seen enough (`| head`) is no failure of the run.
+    let _ = std::io::stdout().lock().write_all(text.as_bytes());
+}
+
+fn unusable(path: &Path, error: &InputError) -> CaseResult {
+    complain(&format_args!("{}: {error}", path.display()));
+    CaseResult {
+        case: path.display().to_string(),
+        exit: report::UNUSABLE,
+        error: Some(error.to_string()),
+        measured: None,
+    }
+}
+
+/// One message on standard error.
+pub fn complain(error: &impl std::fmt::Display) {
+    eprintln!("error: {error}");
+}
+
+fn warn(path: &Path, unknown: &[String]) {
+    for name in unknown {
+        eprintln!("warning: {}: tensor `{name}` is unknown and ignored", path.display());
+    }
+}
+
+/// Progress on standard error, if that is a terminal; short work is over before it is drawn.
+fn bar(what: &'static str, count: usize) -> ProgressBar {
+    let progress = ProgressBar::new(count as u64);
+    if let Ok(style) = ProgressStyle::with_template("{spinner} {prefix} {pos}/{len} {elapsed} {wide_msg}") {
+        progress.set_style(style);
+    }
+    progress.set_prefix(what);
+    progress.enable_steady_tick(Duration::from_millis(500));
+    progress
+}
