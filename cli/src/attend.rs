@@ -10,7 +10,7 @@ use crate::args::AttendArgs;
 use crate::device::{self, Device};
 use crate::error::InputError;
 use crate::report::{self, CaseResult, Measured, Summary};
-use crate::{case_file, inputs, output, pages, settings};
+use crate::{case_file, inputs, output, pages, settings, table};
 
 /// Cases are kept from the check to the run up to this many bytes of files; the rest is read a second time.
 const KEPT_BYTES_MAX: u64 = 1 << 30;
@@ -157,14 +157,14 @@ pub fn judge(case: &Case, output: &Output) -> Result<paged_attention::Report, St
 fn finish(mut results: Vec<CaseResult>, json: bool, several: bool) -> u8 {
     if several {
         let summary = Summary::new(results);
-        print(json, &summary, || report::several(&summary));
+        print(json, &summary, || table::several(&summary));
         return summary.exit;
     }
     let Some(result) = results.pop() else {
         return report::UNUSABLE;
     };
     if result.measured.is_some() {
-        print(json, &result, || report::single(&result));
+        print(json, &result, || table::single(&result));
     }
     result.exit
 }

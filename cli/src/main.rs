@@ -13,7 +13,9 @@ mod inputs;
 mod output;
 mod pages;
 mod report;
+mod selftest;
 mod settings;
+mod table;
 
 use std::process::ExitCode;
 
