@@ -140,11 +140,11 @@ pub struct SettingFlags {
 #[command(next_help_heading = "How keys and values lie in memory")]
 pub struct PagingFlags {
     /// Tokens per page for contiguous keys and values [default: 16]
-    #[arg(long, value_name = "TOKENS", value_parser = settings::parse_page_size)]
+    #[arg(long, value_name = "TOKENS", value_parser = settings::parse_page_size, allow_hyphen_values = true)]
     pub page_size: Option<paged_attention::PageSize>,
 
     /// Scatter the pages at random over a pool of twice the need; the same seed gives the same places
-    #[arg(long, value_name = "SEED")]
+    #[arg(long, value_name = "SEED", allow_hyphen_values = true)]
     pub shuffle_pages: Option<u64>,
 
     /// Type in which the pages are stored; only the file's own is supported yet

@@ -22,7 +22,8 @@ pub fn instance() -> wgpu::Instance {
 /// Opens the adapter that is asked for, or the best.
 pub fn open(wanted: Option<&str>) -> Result<Device, String> {
     let adapter = pollster::block_on(adapter::find(&instance(), wanted)).map_err(|error| error.to_string())?;
-    Device::new(adapter)
+    let info = adapter.get_info();
+    Device::new(adapter).map_err(|error| format!("{}: {error}", adapter::describe(&info)))
 }
 
 impl Device {
@@ -41,7 +42,6 @@ impl Device {
 
     fn open_runner(&self) -> Result<Runner, String> {
         guard(|| Runner::new(&self.adapter).map_err(|error| error.to_string()))
-            .map_err(|error| format!("{} ({}): {error}", self.name.adapter, self.name.backend))
     }
 
     /// Runs one case. After a failure the device is closed, since it may be lost.
