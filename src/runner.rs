@@ -262,7 +262,12 @@ impl Runner {
         let mut status_word = || status.next().map_or(0, u32::from_le_bytes);
         Status::from_words([status_word(), status_word()]).check(workgroups)?;
         Ok(Output {
-            out: unpadded(part(0, out_end), options.out_dtype, geometry.v_head_dim(), padded_dim(geometry.v_head_dim())),
+            out: unpadded(
+                part(0, out_end),
+                options.out_dtype,
+                geometry.v_head_dim(),
+                padded_dim(geometry.v_head_dim()),
+            ),
             lse: unpadded(part(out_end, lse_end), Dtype::F32, 1, 1),
             out_dtype: options.out_dtype,
             chains: plan.chains().to_vec(),

@@ -139,8 +139,7 @@ fn run_options(args: &AttendArgs, case: &Case) -> Result<(RunOptions, PageSize),
         Some(page_size) => page_size,
         None => PageSize::new(PAGE_SIZE_DEFAULT).map_err(paged_attention::CaseError::from)?,
     };
-    let mut options = RunOptions::default();
-    options.page_size = page_size;
+    let mut options = RunOptions::new(page_size);
     options.page_ids = args.paging.shuffle_pages.map(|seed| pages::shuffled(case, page_size, seed));
     options.out_dtype = Dtype::from(args.out_dtype);
     Ok((options, page_size))

@@ -161,7 +161,7 @@ impl Measured {
                 row: worst.row as u64,
                 head: worst.head as u64,
                 dim: worst.dim.map(|dim| dim as u64),
-                found: worst.found,
+                found: f64::from(worst.found),
                 expected: worst.expected,
                 bound: worst.bound,
                 ratio: worst.ratio,

@@ -83,8 +83,7 @@ fn append() -> Result<Problem, String> {
     };
     let q = random.tensor(Dtype::F32, &[2, 4, 40])?;
     let case = Case::new(geometry, AttentionOptions::new(&geometry), q, vec![0, 1, 2], kv).map_err(text)?;
-    let mut options = RunOptions::default();
-    options.page_size = PageSize::new(4).map_err(text)?;
+    let mut options = RunOptions::new(PageSize::new(4).map_err(text)?);
     options.page_ids = Some(shuffled(&case, options.page_size, 1));
     Ok(Problem { case, options })
 }
@@ -153,7 +152,7 @@ fn paged(
     let q = random.tensor(dtype, &[rows as usize, geometry.q_heads() as usize, geometry.head_dim() as usize])?;
     let options = AttentionOptions::new(&geometry).with_causal(true);
     let case = Case::new(geometry, options, q, q_indptr, kv).map_err(text)?;
-    Ok(Problem { case, options: RunOptions::default() })
+    Ok(Problem { case, options: RunOptions::new(page_size) })
 }
 
 /// Reproducible values between -2 and 2.
