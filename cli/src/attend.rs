@@ -7,9 +7,9 @@ use indicatif::{ProgressBar, ProgressStyle};
 use paged_attention::{Case, Computed, Dtype, Output, PageSize, RunOptions, verify};
 
 use crate::args::AttendArgs;
-use crate::device::{self, Device};
+use crate::device;
 use crate::error::InputError;
-use crate::report::{self, CaseResult, Measured, Summary};
+use crate::report::{self, AdapterName, CaseResult, Measured, Summary};
 use crate::{case_file, inputs, output, pages, settings, table};
 
 /// Cases are kept from the check to the run up to this many bytes of files; the rest is read a second time.
@@ -96,25 +96,39 @@ fn run_ready(args: &AttendArgs, ready: Vec<Ready>, mut results: Indexed) -> Resu
         let Ready { index, path, .. } = &case;
         let (index, name) = (*index, path.display().to_string());
         progress.set_message(name.clone());
-        let result = match run_one(args, &mut device, case) {
-            Ok(measured) => {
-                let exit = if measured.passed { report::PASSED } else { report::OUTSIDE };
-                CaseResult { case: name, exit, error: None, measured: Some(measured) }
-            }
-            Err((exit, error)) => {
-                progress.suspend(|| complain(&format_args!("{name}: {error}")));
-                CaseResult { case: name, exit, error: Some(error), measured: None }
-            }
-        };
-        results.push((index, result));
+        let adapter = device.name().clone();
+        let ran = run_one(args, adapter, |case, options| device.run(case, options), case);
+        results.push((index, progress.suspend(|| result(name, ran))));
         progress.inc(1);
     }
     progress.finish_and_clear();
     Ok(results)
 }
 
-/// Runs, judges and writes one case.
-fn run_one(args: &AttendArgs, device: &mut Device, ready: Ready) -> Result<Measured, (u8, String)> {
+/// The exit status of a case; of one that did not run, also the message.
+fn result(name: String, ran: Result<Measured, Failure>) -> CaseResult {
+    match ran {
+        Ok(measured) => {
+            let exit = if measured.passed { report::PASSED } else { report::OUTSIDE };
+            CaseResult { case: name, exit, error: None, measured: Some(measured) }
+        }
+        Err((exit, error)) => {
+            complain(&format_args!("{name}: {error}"));
+            CaseResult { case: name, exit, error: Some(error), measured: None }
+        }
+    }
+}
+
+/// Exit status and message.
+type Failure = (u8, String);
+
+/// Runs, judges and writes one case. A result outside the bound is written as well: it is what a report needs.
+fn run_one(
+    args: &AttendArgs,
+    adapter: AdapterName,
+    run: impl FnOnce(&Case, &RunOptions) -> Result<Output, String>,
+    ready: Ready,
+) -> Result<Measured, Failure> {
     let case = match ready.case {
         Some(case) => case,
         None => {
@@ -124,14 +138,14 @@ fn run_one(args: &AttendArgs, device: &mut Device, ready: Ready) -> Result<Measu
         }
     };
     let (options, page_size) = run_options(args, &case).map_err(|error| (report::UNUSABLE, error.to_string()))?;
-    let output = device.run(&case, &options).map_err(|error| (report::NO_DEVICE, error))?;
+    let output = run(&case, &options).map_err(|error| (report::NO_DEVICE, error))?;
     let report = judge(&case, &output).map_err(|error| (report::NO_DEVICE, error))?;
     if let Some(place) = &ready.place {
         output::write(place, &case, &output).map_err(|error| (report::UNUSABLE, error.to_string()))?;
     }
     let shape = report::Shape::new(&case, page_size, options.out_dtype);
     let place = ready.place.map(|place| place.display().to_string());
-    Ok(Measured::new(device.name().clone(), shape, &output, &report, place))
+    Ok(Measured::new(adapter, shape, &output, &report, place))
 }
 
 fn run_options(args: &AttendArgs, case: &Case) -> Result<(RunOptions, PageSize), InputError> {
@@ -209,4 +223,54 @@ fn bar(what: &'static str, count: usize) -> ProgressBar {
     progress.set_prefix(what);
     progress.enable_steady_tick(Duration::from_millis(500));
     progress
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+    use crate::args::{Cli, Command};
+    use crate::selftest;
+
+    /// A kernel that is wrong in one element: exit status 1, the result is written, the report names the element.
+    #[test]
+    fn outside_the_bound() {
+        if std::env::var_os("PAGED_ATTENTION_SKIP_GPU").is_some_and(|value| value == "1") {
+            println!("SKIPPED: PAGED_ATTENTION_SKIP_GPU=1 is set");
+            return;
+        }
+        let Command::Attend(args) = Cli::parse_from(["paged-attention", "attend", "case"]).command else {
+            panic!("another command");
+        };
+        let mut device = device::open(None).unwrap_or_else(|error| panic!("this test needs an adapter: {error}"));
+        let folder = tempfile::tempdir().unwrap();
+        for (found, spoken) in [(0.75, "is 7.5e-1"), (f32::NAN, "is NaN"), (f32::INFINITY, "is inf")] {
+            let place = folder.path().join("out.safetensors");
+            let case = Some(selftest::case("prefill").unwrap());
+            let ready = Ready { index: 0, path: "case".into(), case, place: Some(place.clone()) };
+            let wrong = |case: &Case, options: &RunOptions| {
+                let mut output = device.run(case, options)?;
+                // Row 2, head 3, dimension 5 of [57, 6, 64].
+                output.out[(2 * 6 + 3) * 64 + 5] = found;
+                Ok(output)
+            };
+            let name = AdapterName { adapter: "a".into(), backend: "b".into(), driver: "c".into() };
+            let ran = result("case".into(), run_one(&args, name, wrong, ready));
+            assert_eq!(ran.exit, report::OUTSIDE);
+            assert!(std::fs::metadata(&place).unwrap().len() > 57 * 6 * 64 * 4);
+            let text = table::single(&ran);
+            assert!(
+                text.contains("OUTSIDE") && text.contains("out[row 2, head 3, dim 5]") && text.contains(spoken),
+                "{text}"
+            );
+            let json = serde_json::to_value(&ran).unwrap();
+            assert_eq!((&json["worst"]["row"], &json["worst"]["dim"]), (&2.into(), &5.into()), "{json}");
+            assert!(json["max_bound_ratio"].is_string() || json["max_bound_ratio"].as_f64() > Some(1.0), "{json}");
+            let summary = Summary::new(vec![ran]);
+            assert_eq!((summary.exit, summary.outside_bound), (report::OUTSIDE, 1));
+            assert_eq!(summary.worst_case.as_deref(), Some("case"));
+            assert!(table::several(&summary).contains("out[row 2, head 3, dim 5]"));
+        }
+    }
 }

@@ -105,8 +105,8 @@ fn reason(infos: &[wgpu::AdapterInfo], index: usize, chosen: usize, asked_for: b
         }
     } else if kind != best_kind {
         format!("{kind}, which ranks after {best_kind}")
-    } else if own.backend != best.backend {
-        format!("{kind} as well, but {} ranks after or is listed after {}", own.backend, best.backend)
+    } else if own.backend == wgpu::Backend::Gl && best.backend != wgpu::Backend::Gl {
+        format!("{kind} as well, but through OpenGL, which ranks after {}", best.backend)
     } else {
         format!("{kind} as well, but listed later")
     }

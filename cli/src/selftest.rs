@@ -173,6 +173,13 @@ fn text(error: impl std::fmt::Display) -> String {
     error.to_string()
 }
 
+/// The case of one kernel, for other tests.
+#[cfg(test)]
+pub fn case(kernel: &str) -> Option<Case> {
+    let test = ALL.iter().find(|test| test.kernel == kernel)?;
+    Some((test.build)().ok()?.case)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -49,7 +49,7 @@ pub fn parse_window(text: &str) -> Result<Unlimited, String> {
 /// `0`; finite numbers above are what the option will take one day.
 pub fn parse_softcap(text: &str) -> Result<Uncapped, String> {
     match text.parse::<f64>() {
-        Ok(cap) if cap == 0.0 => Ok(Uncapped),
+        Ok(0.0) => Ok(Uncapped),
         Ok(cap) if cap.is_finite() && cap > 0.0 => Err("a soft cap is not supported yet; 0 (off) is".to_owned()),
         _ => Err("a finite number from 0 (off) is needed".to_owned()),
     }
