@@ -17,6 +17,10 @@ const PAGED: [&str; 5] = ["k_pages", "v_pages", "page_indptr", "page_ids", "kv_l
 /// Tensors of options that are not provided yet. Ignoring one would give a wrong result.
 const LATER: [&str; 4] = ["alibi_slopes", "sinks", "mask", "bias"];
 
+/// Heads beyond which a shape is taken for a mistake. A tensor without rows costs its author nothing, while the
+/// reference keeps figures per head.
+const HEADS_MAX: u32 = 1 << 16;
+
 const FLOATS: &str = "F32, F16 or BF16";
 
 /// A case and what is worth a warning.
@@ -129,6 +133,11 @@ fn geometry(
     let [q_heads, head_dim] = last_two("q", q)?;
     let [kv_heads, _] = last_two(k_name, k)?;
     let [_, v_head_dim] = last_two(v_name, v)?;
+    for (name, tensor, heads) in [("q", q, q_heads), (k_name, k, kv_heads)] {
+        if heads > HEADS_MAX {
+            return Err(shape_error(name, tensor, format!("at most {HEADS_MAX} heads are supported")));
+        }
+    }
     for (name, tensor, dim) in [("q", q, head_dim), (v_name, v, v_head_dim)] {
         if dim > HEAD_DIM_MAX {
             return Err(shape_error(

@@ -86,6 +86,7 @@ fn shapes() {
         refusal("no KV heads", &flat().f32("k", &[10, 0, 8]).f32("v", &[10, 0, 8]), &["`k`", "kv_heads is 0"]),
         refusal("heads", &flat().f32("q", &[3, 3, 8]), &["`q`", "[3, 3, 8]", "q_heads 3", "kv_heads 2"]),
         refusal("fewer query heads", &flat().f32("q", &[3, 1, 8]), &["`q`", "q_heads 1", "kv_heads 2"]),
+        refusal("billions of heads", &flat().f32("q", &[0, 1 << 31, 8]), &["`q`", "[0, 2147483648, 8]", "65536 heads"]),
         refusal("v heads", &flat().f32("v", &[10, 1, 8]), &["`v`", "[10, 1, 8]", "2"]),
         refusal("v_pages heads", &paged().f32("v_pages", &[5, 4, 4, 8]), &["`v_pages`", "[5, 4, 4, 8]", "2"]),
         refusal("k dimension", &flat().f32("k", &[10, 2, 16]), &["`k`", "[10, 2, 16]", "8"]),
