@@ -26,5 +26,6 @@ pub use plan::{DevicePlan, Plan, PlanError, UploadError};
 pub use runner::{KernelUse, Output, RunError, RunOptions, Runner};
 pub use status::{STATUS_BYTES, Status, StatusError};
 pub use tensor::{Tensor, TensorError};
+
 pub use verify::{Computed, Quantity, Report, VerifyError, Worst, verify};
 pub use wgpu;

@@ -25,8 +25,8 @@ pub struct Computed<'a> {
 
 /// How far a result was off, against the bound of [`crate::reference::bound`].
 ///
-/// An error that is NaN counts as infinite, and so does a ratio whose bound is 0 while the error is not. Every figure is
-/// 0 where there are no elements.
+/// An error that is NaN counts as infinite, and so does a ratio whose bound is 0 while the error is not. Every figure
+/// is 0 where there are no elements.
 #[derive(Clone, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct Report {
@@ -145,11 +145,12 @@ impl fmt::Display for Report {
 /// Compares a result with the dense float64 reference, element by element.
 ///
 /// A row that sees no key must be exactly 0 (of either sign) with `lse` exactly `-inf`. NaN is never inside the bound,
-/// nor is infinity elsewhere. Rows are shared out over the processors; the report does not depend on how many there are.
+/// nor is infinity elsewhere. Rows are shared out over the processors; the report does not depend on how many there
+/// are.
 ///
 /// # Errors
-/// [`VerifyError::Length`] if `out` or `lse` is not as long as the case needs, [`VerifyError::Bound`] if the chains do not
-/// fit the case.
+/// [`VerifyError::Length`] if `out` or `lse` is not as long as the case needs, [`VerifyError::Bound`] if the chains do
+/// not fit the case.
 pub fn verify(case: &Case, computed: &Computed<'_>) -> Result<Report, VerifyError> {
     check_chains(case, computed.chains)?;
     let problem = Problem::new(case);

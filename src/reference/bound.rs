@@ -13,12 +13,14 @@
 //! # What the kernel does
 //!
 //! 1. Scores are kept in units of log2: `x_j = (q . k_j) * c` or `(c q) . k_j`, with `c = scale * log2(e)` in f32.
-//! 2. A step takes in [`Chains::step_keys`] keys, of one sequence's positions in ascending order; the running maximum
-//!    `m` after it is the largest `x_j` so far.
+//! 2. A step takes in [`Chains::step_keys`] keys at successive positions, the first step from position 0, under one
+//!    running maximum: `m` is the largest `x_j` so far. (Fewer `step_keys` than a kernel's give a larger bound: 1 fits
+//!    every kernel that goes through a sequence, or each split of it, in order.)
 //! 3. Weights are `exp2(x_j - m)`. A step that moves the maximum from `m` to `m'` multiplies the sum `l` and the
-//!    accumulator by `exp2(m - m')`; **one that does not move it multiplies by exactly 1** (the value of `exp2(0)` is
-//!    allowed to be 3 units off 1, which a kernel may not rely on being otherwise).
-//! 4. Splits start with no maximum and leave `(m, l, acc)`. They are folded from left to right in the same way.
+//!    accumulator by `exp2(m - m')`. **A step that does not move it multiplies by exactly 1**: by selection, or on
+//!    devices whose `exp2(0)` is 1. WGSL would let it be off by 3 units, once a step, which no useful bound survives.
+//! 4. Splits start at multiples of `step_keys`, with no maximum, and leave `(m, l, acc)`. They are folded from left to
+//!    right in the same way.
 //! 5. `out = acc / l`, by a division or by a reciprocal, then rounded to the output type; `lse = (m + log2 l) * ln 2`.
 //!
 //! # Weights
@@ -33,13 +35,13 @@
 //! D_j = T_j + eps (3 R_j + (2 log2(e) + 1) G_j)     exponentials and their arguments
 //! ```
 //!
-//! `exp2(x)` may be off by `3 + 2 abs(x)` units (WGSL, "Accuracy of built-in functions"). A key's weight is a product of
-//! `R_j` exponentials whose arguments add up to its distance from the final maximum, hence `2 log2(e) G_j`; rounding
-//! the arguments adds `G_j` once. `R_j` is 1 for the weight itself, 1 for the fold of its split into those before, and 1
-//! for each later step that can move the maximum. Step `t` can, for a key of step `u`, if its largest `s_i + T_i` is
-//! above the largest `s_i - T_i` of the steps `u .. t`: that is so wherever splits begin, since a split's maximum is over at least
-//! those steps. The number of steps that set a record grows like the logarithm of their number on unordered data.
-//! `U` covers numbers below `2^-126`, which may be flushed to zero anywhere.
+//! `exp2(x)` may be off by `3 + 2 abs(x)` units (WGSL, "Accuracy of built-in functions"). A key's weight is a product
+//! of `R_j` exponentials whose arguments add up to its distance from the final maximum, hence `2 log2(e) G_j`; rounding
+//! the arguments adds `G_j` once. `R_j` is 1 for the weight itself, 1 for the fold of its split into those before, and
+//! 1 for each later step that can move the maximum. Step `t` can, for a key of step `u`, if its largest `s_i + T_i` is
+//! above the largest `s_i - T_i` of the steps `u .. t`: that is so wherever splits begin, since a split's maximum is
+//! over at least those steps. The number of steps that set a record grows like the logarithm of their number on
+//! unordered data. `U` covers numbers below `2^-126`, which may be flushed to zero anywhere.
 //!
 //! # From weights to the output
 //!
@@ -50,8 +52,8 @@
 //! abs(o' - o) <= sum_j c_j abs(v_j - o),            c_j = p_j (e^(D_j) - 1) e^E                          (first)
 //! ```
 //!
-//! the middle one by Jensen's inequality. To first order this is the best possible bound from `D_j` alone. Where some `D_j` are large it
-//! explodes; each weight then has extremes of its own, with all other weights at theirs:
+//! the middle one by Jensen's inequality. To first order this is the best possible bound from `D_j` alone. Where some
+//! `D_j` are large it explodes; each weight then has extremes of its own, with all other weights at theirs:
 //!
 //! ```text
 //! p'_j <= p_j e^(D_j)  / (p_j e^(D_j)  + sum_(i != j) p_i e^(-D_i))
@@ -59,9 +61,11 @@
 //! ```
 //!
 //! and `c_j = max abs(p'_j - p_j)` (second). Either set is valid for a whole row; the one with the smaller
-//! `sum_j c_j (1 - p_j)` is taken (`abs(v_j - o) <= (1 - p_j) max abs(v_j - v_i)`). Since `o'` is a mean of values,
-//! `max_j abs(v_j - o)` bounds it too. Call the result `B`, and `S'` a bound of `sum_j p'_j abs(v_j)`: the first way gives
-//! `e^(max D + E) sum_j p_j abs(v_j)`, and `max_j abs(v_j)` is one always. Then, with `H = accumulate + 1` (the product),
+//! `sum_j c_j (1 - p_j)` is taken, since `abs(v_j - o) <= (1 - p_j) max_i abs(v_j - v_i)`. As `o'` is a mean of values,
+//! the largest `abs(v_j - o)` bounds its distance too. Call the smallest of these `B`.
+//!
+//! Let `S'` bound `sum_j p'_j abs(v_j)`: the first way gives `e^(max D + E) sum_j p_j abs(v_j)`, and the largest
+//! `abs(v_j)` always does. Then, with `H = accumulate + 1` (a product, then the sums),
 //!
 //! ```text
 //! abs(out - o) <= B + gamma(H) / (1 - gamma(H)) (S' + abs(o) + B) + 3.5 eps (abs(o) + B + ...) + flushed + stored
@@ -69,17 +73,17 @@
 //!                    + 3 eps (abs(lse) + ...) + flushed
 //! ```
 //!
-//! 3.5: a reciprocal may be off by 2.5 units, and its product is rounded. WGSL's `log2` is good to `2^-21` for `l` in `[0.5, 2]`
-//! and to 3 units elsewhere. `flushed` counts, per key, a weight, a product, two sums and a rescaled sum. `stored` is one
-//! unit of the output type, and what may be flushed in it. Terms of second order in `eps` are covered by a factor `1 + 2^-14`,
-//! as are the roundings of the reference and of this bound themselves (below `2^-28` of it).
+//! 3.5: a reciprocal may be off by 2.5 units, and its product is rounded. WGSL's `log2` is good to `2^-21` for `l` in
+//! `[0.5, 2]` and to 3 units elsewhere. `flushed` counts, per key, a weight, a product, two sums and a rescaled sum.
+//! `stored` is one unit of the output type, and what may be flushed in it. Terms of second order in `eps` are covered
+//! by a factor `1 + 2^-14`, as are the roundings of the reference and of this bound themselves (below `2^-28` of it).
 //!
 //! # Sources
 //!
-//! N. J. Higham, *Accuracy and Stability of Numerical Algorithms*, 2nd ed., SIAM 2002 (sections 3.1 and 4.2: chains, and
-//! sums in any order). P. Blanchard, D. J. Higham, N. J. Higham, "Accurately computing the log-sum-exp and softmax functions",
-//! *IMA J. Numer. Anal.* 41 (2021): the shifted algorithm, and that errors of scores act on softmax like errors of its
-//! input. W3C, *WebGPU Shading Language*, section "Floating point accuracy".
+//! N. J. Higham, *Accuracy and Stability of Numerical Algorithms*, 2nd ed., SIAM 2002 (sections 3.1 and 4.2: chains,
+//! and sums in any order). P. Blanchard, D. J. Higham, N. J. Higham, "Accurately computing the log-sum-exp and softmax
+//! functions", *IMA J. Numer. Anal.* 41 (2021): the shifted algorithm, and that errors of scores act on softmax like
+//! errors of its input. W3C, *WebGPU Shading Language*, section "Floating point accuracy".
 
 use std::f64::consts::{LN_2, LOG2_E};
 
@@ -336,7 +340,8 @@ fn gamma(n: u32) -> f64 {
     n / (1.0 - n)
 }
 
-/// What storing a value within `error` of `out` may add: one unit in the last place, or all of it where it may be flushed.
+/// What storing a value within `error` of `out` may add: one unit in the last place, or all of it where it may be
+/// flushed.
 fn stored(out: f64, error: f64, dtype: Dtype) -> f64 {
     let (unit, smallest) = match dtype {
         // The division's own rounding.
@@ -462,5 +467,123 @@ impl SumOfOthers {
         // What cancels in the difference is small beside the largest, to which it is added.
         let rest = (self.rest - (log - self.next).exp()).max(0.0);
         self.largest + (rest * (self.next - self.largest).exp()).ln_1p()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rand::rngs::StdRng;
+    use rand::{RngExt, SeedableRng};
+
+    use super::*;
+
+    fn numbers(rng: &mut StdRng, count: usize, range: f64) -> Vec<f64> {
+        (0..count).map(|_| rng.random_range(0.0..range)).collect()
+    }
+
+    /// By the definition: for a key of step `u`, the later steps whose upper end is above all lower ends from `u` on.
+    fn rescales_slowly(scores: &[f64], errors: &[f64], step_keys: usize) -> Vec<u32> {
+        let ends = |sign: f64| -> Vec<f64> {
+            let steps = scores.chunks(step_keys).zip(errors.chunks(step_keys));
+            let values =
+                steps.map(|(s, e)| s.iter().zip(e).map(|(s, e)| s + sign * e).fold(f64::NEG_INFINITY, f64::max));
+            values.collect()
+        };
+        let (upper, lower) = (ends(1.0), ends(-1.0));
+        let can_move = |u: usize, t: usize| lower[u..t].iter().all(|lower| upper[t] > *lower);
+        (0..upper.len()).map(|u| (u + 1..upper.len()).filter(|t| can_move(u, *t)).count() as u32).collect()
+    }
+
+    #[test]
+    fn rescales_are_counted_as_defined() {
+        let mut rescales = Rescales::default();
+        for seed in 0..300 {
+            let rng = &mut StdRng::seed_from_u64(seed);
+            let (n, step_keys) = (rng.random_range(1..80), rng.random_range(1..9));
+            let mut scores = numbers(rng, n, 1.0);
+            match seed % 4 {
+                0 => scores.sort_by(f64::total_cmp),
+                1 => scores.sort_by(|a, b| b.total_cmp(a)),
+                2 => scores.iter_mut().for_each(|s| *s = (*s * 4.0).round()),
+                _ => {}
+            }
+            let range = [1e-9, 0.01, 0.3][seed as usize % 3];
+            let errors = numbers(rng, n, range);
+            rescales.count(&scores, &errors, step_keys);
+            assert_eq!(rescales.per_step, rescales_slowly(&scores, &errors, step_keys), "seed {seed}");
+        }
+    }
+
+    #[test]
+    fn rescales_grow_like_a_logarithm() {
+        let rng = &mut StdRng::seed_from_u64(1);
+        let (n, mut rescales) = (131_072, Rescales::default());
+        rescales.count(&numbers(rng, n, 1.0), &vec![1e-7; n], 1);
+        let most = rescales.per_step.iter().copied().max();
+        assert!(most < Some(40), "{most:?}");
+        // What can be equal can move: nothing but the number of steps is known then.
+        rescales.count(&vec![1.0; n], &vec![1e-7; n], 1024);
+        assert_eq!(rescales.per_step.first(), Some(&127));
+    }
+
+    /// A row with the given scores.
+    fn row(score: Vec<f64>) -> DenseRow {
+        let lse = log_sum_exp_shifted(&score);
+        let max = score.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let weight: Vec<f64> = score.iter().map(|s| (s - max).exp()).collect();
+        let mut row = DenseRow::default();
+        (row.weight_sum, row.weight, row.lse, row.score) = (weight.iter().sum(), weight, lse, score);
+        row
+    }
+
+    #[test]
+    fn no_weight_leaves_its_extremes() {
+        for seed in 0..200 {
+            let rng = &mut StdRng::seed_from_u64(seed);
+            let n = rng.random_range(1..7);
+            let (spread, range) = ([0.1, 3.0, 50.0][seed as usize % 3], [0.01, 1.0, 30.0][seed as usize / 3 % 3]);
+            let dense = row(numbers(rng, n, spread));
+            let delta = numbers(rng, n, range);
+            let share: Vec<f64> = dense.score.iter().map(|s| (s - dense.lse).exp()).collect();
+            let mut extremes = Extremes::default();
+            extremes.fill(&dense, &share, &delta);
+            // The extremes are at corners: each key up or down.
+            let mut largest = vec![0.0_f64; n];
+            for corner in 0..1_u32 << n {
+                let moved = dense.score.iter().zip(&delta).enumerate();
+                let moved: Vec<f64> =
+                    moved.map(|(j, (s, delta))| s + if corner >> j & 1 == 1 { *delta } else { -*delta }).collect();
+                let total = log_sum_exp_shifted(&moved);
+                for ((largest, moved), p) in largest.iter_mut().zip(&moved).zip(&share) {
+                    *largest = largest.max(((moved - total).exp() - p).abs());
+                }
+            }
+            for (coefficient, largest) in extremes.coefficient.iter().zip(&largest) {
+                let error = (coefficient - largest).abs();
+                assert!(error <= 1e-12 * largest + 1e-14, "seed {seed}: {coefficient:e} is not {largest:e}");
+            }
+        }
+    }
+
+    #[test]
+    fn extremes_survive_scores_of_any_size() {
+        let dense = row(vec![1e18, -1e18, 1e18 - 1e15, -3e37]);
+        let share: Vec<f64> = dense.score.iter().map(|s| (s - dense.lse).exp()).collect();
+        let mut extremes = Extremes::default();
+        extremes.fill(&dense, &share, &[1e13, 1e13, 1e13, 1e30]);
+        assert_eq!(extremes.coefficient, [0.0; 4]);
+        extremes.fill(&dense, &share, &[1e15, 1e13, 1e15, 1e38]);
+        assert_eq!(extremes.coefficient, [1.0, 0.0, 1.0, 1.0]);
+    }
+
+    #[test]
+    fn storing_covers_flushed_subnormals() {
+        assert_eq!(stored(1.0, 0.0, Dtype::F32), 0.0);
+        assert_eq!(stored(1.0, 0.0, Dtype::F16), 1.0 / 1024.0);
+        assert_eq!(stored(3e-5, 0.0, Dtype::F16), 3e-5);
+        // Just above the smallest normal number, and just below for all that is known.
+        assert_eq!(stored(6.2e-5, 1e-5, Dtype::F16), 1.0 / 16_384.0);
+        assert!(stored(6.2e-5, 0.0, Dtype::F16) < 1e-7);
+        assert_eq!(stored(0.0, 0.0, Dtype::Bf16), 0.0);
     }
 }

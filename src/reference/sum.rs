@@ -19,8 +19,8 @@ impl Sum {
 
     /// Multiplies by `e^x` for `x <= 0`.
     ///
-    /// The rounding error of the factor is about `2^-53 * min(1, |x|)`, so that over a chain of rescales it is in proportion
-    /// to the whole distance that the maximum went, not to the number of its moves.
+    /// The rounding error of the factor is about `2^-53 * min(1, |x|)`, so that over a chain of rescales it is in
+    /// proportion to the whole distance that the maximum went, not to the number of its moves.
     pub(crate) fn scale_exp(&mut self, x: f64) {
         if x > -0.5 {
             // e^x = 1 + expm1(x), the two terms kept apart.

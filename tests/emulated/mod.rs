@@ -1,4 +1,5 @@
-//! Kernels emulated on the host in f32: the rules that the bound states, followed step by step, and mutants that break them.
+//! Kernels emulated on the host in f32: the rules that the bound states, followed step by step, and mutants that break
+//! them.
 
 use half::{bf16, f16};
 use paged_attention::{Case, Chains, Computed, Dtype, Report, verify};
