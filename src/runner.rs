@@ -1,10 +1,21 @@
 //! The convenience layer: host tensors in, host tensors out. It submits and waits, and says so.
 
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
+
 use thiserror::Error;
 
-use crate::case::Case;
+use crate::attention::{Attention, AttentionConfig, AttentionIo, BindError, Workspace};
+use crate::batch::{Batch, BatchError};
+use crate::case::{Case, KvSource};
 use crate::chains::Chains;
-use crate::geometry::{Dtype, PageSize};
+use crate::geometry::{Dtype, HeadGeometry, PageSize, padded_dim};
+use crate::kernels::{BuildError, DECODE_ROWS_MAX, KernelConfig, KernelId, Kernels, SPLIT_KEYS};
+use crate::kv::{Append, AppendError, AppendPlan, AppendSource, KvLayout, LayoutError};
+use crate::plan::{DevicePlan, PlanError, UploadError};
+use crate::status::{STATUS_BYTES, Status, StatusError};
+use crate::tensor::Tensor;
 
 /// A run that did not happen or did not finish. Nothing of it is kept.
 #[derive(Clone, Debug, PartialEq, Error)]
@@ -13,11 +24,56 @@ pub enum RunError {
     /// The adapter gave no device.
     #[error("the adapter gave no device: {0}")]
     Device(String),
+    /// The page ids for contiguous keys and values cannot be used.
+    #[error("{found} page ids were given; the {tokens} tokens in pages of {page_size} need {needed}, each once")]
+    PageIds {
+        /// Ids given, repeated ones not counted.
+        found: usize,
+        /// Ids needed.
+        needed: usize,
+        /// Tokens of all sequences.
+        tokens: u64,
+        /// Tokens per page.
+        page_size: u32,
+    },
+    /// A tensor does not fit into one buffer of the device.
+    #[error("`{buffer}` needs {needed} bytes; the device allows {found}")]
+    TooLarge {
+        /// Which buffer.
+        buffer: &'static str,
+        /// The device's limit.
+        found: u64,
+        /// Bytes needed.
+        needed: u64,
+    },
+    /// The kernels could not be built.
+    #[error(transparent)]
+    Build(#[from] BuildError),
+    /// The pool could not be laid out.
+    #[error(transparent)]
+    Layout(#[from] LayoutError),
+    /// The step could not be planned.
+    #[error(transparent)]
+    Plan(#[from] PlanError),
+    /// The append could not be planned.
+    #[error(transparent)]
+    Append(#[from] AppendError),
+    /// A plan did not reach the device.
+    #[error(transparent)]
+    Upload(#[from] UploadError),
+    /// The call could not be bound.
+    #[error(transparent)]
+    Bind(#[from] BindError),
+    /// The kernels reported a failure.
+    #[error(transparent)]
+    Status(#[from] StatusError),
+    /// The device reported an error, ran out of memory or was lost.
+    #[error("the device failed: {0}")]
+    Failed(String),
 }
 
 /// How a case is laid out and what comes back.
 #[derive(Clone, Debug, PartialEq)]
-#[non_exhaustive]
 pub struct RunOptions {
     /// Tokens per page for contiguous keys and values (a paged case has its own).
     pub page_size: PageSize,
@@ -26,6 +82,13 @@ pub struct RunOptions {
     pub page_ids: Option<Vec<u32>>,
     /// Type of the output rows: [`Dtype::F32`] or [`Dtype::F16`].
     pub out_dtype: Dtype,
+}
+
+impl RunOptions {
+    /// Pages of `page_size` in order, output in f32.
+    pub fn new(page_size: PageSize) -> Self {
+        Self { page_size, page_ids: None, out_dtype: Dtype::F32 }
+    }
 }
 
 /// One kernel that a run dispatched, and why it was chosen.
@@ -56,15 +119,28 @@ pub struct Output {
     pub kernels: Vec<KernelUse>,
     /// Time on the GPU, where the adapter has timestamps.
     pub gpu_ms: Option<f64>,
-    /// Time from the first upload to the last byte read back; pipelines are not included.
+    /// Time from the submission to the last byte read back; uploads and pipelines are not included.
     pub wall_ms: f64,
     /// Bytes of split-KV partial states.
     pub workspace_bytes: u64,
 }
 
+/// What row padding is filled with: NaN in every type. Padding is unowned and never matters; filling it so keeps
+/// that promise honest in every run.
+const PADDING: u8 = 0xff;
+
+type PipelineKey = (u32, u32, u32, Dtype, Dtype, Dtype);
+
 /// Owns a device and the pipelines made on it, and runs cases.
 #[derive(Debug)]
-pub struct Runner {}
+pub struct Runner {
+    info: wgpu::AdapterInfo,
+    device: wgpu::Device,
+    queue: wgpu::Queue,
+    kernels: HashMap<PipelineKey, Kernels>,
+    /// The first error that no scope caught, or the reason why the device was lost.
+    failure: Arc<Mutex<Option<String>>>,
+}
 
 impl Runner {
     /// Opens a device on `adapter` with the limits the kernels can use. Blocks.
@@ -72,8 +148,76 @@ impl Runner {
     /// # Errors
     /// [`RunError::Device`].
     pub fn new(adapter: &wgpu::Adapter) -> Result<Self, RunError> {
-        let _ = adapter;
-        Err(RunError::Device("not yet".into()))
+        let adapter_limits = adapter.limits();
+        let limits = wgpu::Limits {
+            max_storage_buffer_binding_size: adapter_limits.max_storage_buffer_binding_size,
+            max_buffer_size: adapter_limits.max_buffer_size,
+            ..wgpu::Limits::default().or_worse_values_from(&adapter_limits)
+        };
+        Self::with_limits(adapter, limits)
+    }
+
+    /// Opens a device with limits of the caller's choice. Blocks.
+    ///
+    /// # Errors
+    /// [`RunError::Device`].
+    pub fn with_limits(adapter: &wgpu::Adapter, required_limits: wgpu::Limits) -> Result<Self, RunError> {
+        let descriptor = wgpu::DeviceDescriptor {
+            label: Some("paged-attention"),
+            required_features: adapter.features() & wgpu::Features::TIMESTAMP_QUERY,
+            required_limits,
+            ..wgpu::DeviceDescriptor::default()
+        };
+        let (device, queue) = pollster::block_on(adapter.request_device(&descriptor))
+            .map_err(|error| RunError::Device(error.to_string()))?;
+        let failure = Arc::new(Mutex::new(None));
+        let note = |failure: &Arc<Mutex<Option<String>>>, message: String| {
+            failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(message);
+        };
+        let noted = failure.clone();
+        device.on_uncaptured_error(Arc::new(move |error: wgpu::Error| note(&noted, error.to_string())));
+        let noted = failure.clone();
+        device.set_device_lost_callback(move |reason, message| {
+            // Destroying the device is how it ends in good order.
+            if reason != wgpu::DeviceLostReason::Destroyed {
+                note(&noted, format!("device lost: {message}"));
+            }
+        });
+        Ok(Self { info: adapter.get_info(), device, queue, kernels: HashMap::new(), failure })
+    }
+
+    /// The adapter that the device was opened on.
+    pub fn adapter_info(&self) -> &wgpu::AdapterInfo {
+        &self.info
+    }
+
+    /// The device, for a caller who wants to record on it.
+    pub fn device(&self) -> &wgpu::Device {
+        &self.device
+    }
+
+    /// The device's queue.
+    pub fn queue(&self) -> &wgpu::Queue {
+        &self.queue
+    }
+
+    /// The kernels for a configuration, compiled once. Blocks.
+    ///
+    /// # Errors
+    /// As [`Kernels::new`].
+    pub fn kernels(&mut self, config: &KernelConfig) -> Result<Kernels, BuildError> {
+        if let Some(kernels) = self.kernels.get(&config.pipeline_key()) {
+            return Ok(kernels.clone());
+        }
+        let kernels = pollster::block_on(Kernels::new(&self.device, config))?;
+        self.kernels.insert(config.pipeline_key(), kernels.clone());
+        Ok(kernels)
+    }
+
+    /// Puts kernels in the place of those that would be compiled, so that a test can run changed ones.
+    #[doc(hidden)]
+    pub fn insert_kernels(&mut self, kernels: Kernels) {
+        self.kernels.insert(kernels.config().pipeline_key(), kernels);
     }
 
     /// Runs one case: writes its keys and values into pages (contiguous input through the append kernel),
@@ -82,7 +226,352 @@ impl Runner {
     /// # Errors
     /// [`RunError`].
     pub fn run(&mut self, case: &Case, options: &RunOptions) -> Result<Output, RunError> {
-        let _ = (case, options);
-        Err(RunError::Device("not yet".into()))
+        let table = PageTable::new(case, options)?;
+        let geometry = *case.geometry();
+        let k = match case.kv() {
+            KvSource::Contiguous { k, .. } => k,
+            KvSource::Paged { k_pages, .. } => k_pages,
+        };
+        let layout = KvLayout::new(geometry, k.dtype(), table.page_size, table.page_count)?;
+        let config = AttentionConfig { q: case.q().dtype(), out: options.out_dtype, layout, options: *case.options() };
+        let kernels = self.kernels(&config.kernels())?;
+        let attention = Attention::with_kernels(kernels, &config)?;
+        let plan = attention.plan(&table.batch(case))?;
+
+        // Scopes are of this thread and nothing is awaited inside them.
+        let memory = self.device.push_error_scope(wgpu::ErrorFilter::OutOfMemory);
+        let validation = self.device.push_error_scope(wgpu::ErrorFilter::Validation);
+        let submitted = self.submit(case, &table, &attention, &plan);
+        let (validation, memory) = (validation.pop(), memory.pop());
+        if let Some(error) = pollster::block_on(memory).or(pollster::block_on(validation)) {
+            return Err(RunError::Failed(error.to_string()));
+        }
+        let Submitted { readback, timestamps, ends, workgroups, started } = submitted?;
+        let bytes = self.read(&readback)?;
+        let wall_ms = started.elapsed().as_secs_f64() * 1e3;
+        let gpu_ms = match timestamps {
+            Some(buffer) => elapsed_ms(&self.read(&buffer)?, self.queue.get_timestamp_period()),
+            None => None,
+        };
+        if let Some(message) = self.failure.lock().unwrap_or_else(PoisonError::into_inner).clone() {
+            return Err(RunError::Failed(message));
+        }
+        let part = |from: u64, to: u64| bytes.get(from as usize..to as usize).unwrap_or_default();
+        let [out_end, lse_end, status_end] = ends;
+        let mut status = part(lse_end, status_end).chunks_exact(4).filter_map(|word| word.try_into().ok());
+        let mut status_word = || status.next().map_or(0, u32::from_le_bytes);
+        Status::from_words([status_word(), status_word()]).check(workgroups)?;
+        Ok(Output {
+            out: unpadded(part(0, out_end), options.out_dtype, geometry.v_head_dim(), padded_dim(geometry.v_head_dim())),
+            lse: unpadded(part(out_end, lse_end), Dtype::F32, 1, 1),
+            out_dtype: options.out_dtype,
+            chains: plan.chains().to_vec(),
+            kernels: plan.workgroups().into_iter().filter_map(kernel_use).collect(),
+            gpu_ms,
+            wall_ms,
+            workspace_bytes: plan.workspace_bytes(),
+        })
     }
+
+    fn submit(
+        &self,
+        case: &Case,
+        table: &PageTable,
+        attention: &Attention,
+        plan: &crate::plan::Plan,
+    ) -> Result<Submitted, RunError> {
+        let (device, config) = (&self.device, attention.config());
+        let (layout, geometry) = (&config.layout, config.layout.geometry());
+        let workspace = Workspace::new(device, plan.workspace_bytes());
+        let rows = u64::from(plan.total_q()) * u64::from(geometry.q_heads());
+        let out_bytes = rows * u64::from(config.out.row_words(geometry.v_head_dim())) * 4;
+        let lse_bytes = rows * 4;
+        let output = |label, bytes: u64| -> Result<wgpu::Buffer, RunError> {
+            self.buffer(label, bytes, wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_SRC)
+        };
+        let q = self.upload("q", &padded(case.q(), geometry.head_dim()))?;
+        let out = output("out", out_bytes)?;
+        let lse = output("lse", lse_bytes)?;
+        let kv = layout.create_buffer(device)?;
+        let (append, mut workgroups) = match case.kv() {
+            KvSource::Contiguous { k, v, kv_indptr } => {
+                // Every token is new.
+                let batch = Batch { q_indptr: kv_indptr, ..table.batch(case) };
+                let append = Append::upload(device, layout, &AppendPlan::new(layout, &batch)?)?;
+                let source = [
+                    self.upload("k", &padded(k, geometry.head_dim()))?,
+                    self.upload("v", &padded(v, geometry.v_head_dim()))?,
+                ];
+                let [k, v] = source.each_ref().map(|buffer| buffer.as_entire_buffer_binding());
+                let source = AppendSource { k, v, kv: kv.as_entire_buffer_binding() };
+                let call = append.bind(device, attention.kernels(), source, &workspace)?;
+                let workgroups = call.workgroups();
+                (Some(call), workgroups)
+            }
+            KvSource::Paged { k_pages, v_pages, .. } => {
+                self.queue.write_buffer(&kv, 0, &paged_bytes(layout, k_pages, v_pages));
+                (None, 0)
+            }
+        };
+        let io = AttentionIo {
+            q: q.as_entire_buffer_binding(),
+            kv: kv.as_entire_buffer_binding(),
+            out: out.as_entire_buffer_binding(),
+            lse: lse.as_entire_buffer_binding(),
+        };
+        let call = attention.bind(device, &DevicePlan::upload(device, plan)?, io, &workspace)?;
+        workgroups = workgroups.wrapping_add(call.workgroups());
+
+        let ends = [out_bytes, out_bytes + lse_bytes, out_bytes + lse_bytes + STATUS_BYTES];
+        let readback = self.buffer("readback", ends[2], wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST)?;
+        let queries = Queries::new(device);
+        let mut encoder = device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
+        if let Some(append) = &append {
+            append.encode(&mut encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default()));
+        }
+        {
+            let descriptor = wgpu::ComputePassDescriptor {
+                label: Some("attention"),
+                timestamp_writes: queries.as_ref().map(Queries::writes),
+            };
+            attention.encode(&mut encoder.begin_compute_pass(&descriptor), &call);
+        }
+        for (source, bytes, offset) in
+            [(&out, out_bytes, 0), (&lse, lse_bytes, ends[0]), (workspace.status(), STATUS_BYTES, ends[1])]
+        {
+            if bytes > 0 {
+                encoder.copy_buffer_to_buffer(source, 0, &readback, offset, bytes);
+            }
+        }
+        let timestamps = queries.map(|queries| queries.resolve(&mut encoder));
+        let started = Instant::now();
+        self.queue.submit([encoder.finish()]);
+        Ok(Submitted { readback, timestamps, ends, workgroups, started })
+    }
+
+    fn buffer(&self, label: &'static str, bytes: u64, usage: wgpu::BufferUsages) -> Result<wgpu::Buffer, RunError> {
+        let limits = self.device.limits();
+        let found = if usage.contains(wgpu::BufferUsages::STORAGE) {
+            limits.max_storage_buffer_binding_size.min(limits.max_buffer_size)
+        } else {
+            limits.max_buffer_size
+        };
+        if bytes > found {
+            return Err(RunError::TooLarge { buffer: label, found, needed: bytes });
+        }
+        Ok(self.device.create_buffer(&wgpu::BufferDescriptor {
+            label: Some(label),
+            size: bytes.max(16),
+            usage,
+            mapped_at_creation: false,
+        }))
+    }
+
+    fn upload(&self, label: &'static str, bytes: &[u8]) -> Result<wgpu::Buffer, RunError> {
+        let usage = wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_DST;
+        let buffer = self.buffer(label, bytes.len() as u64, usage)?;
+        self.queue.write_buffer(&buffer, 0, bytes);
+        Ok(buffer)
+    }
+
+    /// Waits for the device and copies a mappable buffer.
+    fn read(&self, buffer: &wgpu::Buffer) -> Result<Vec<u8>, RunError> {
+        let (sender, receiver) = std::sync::mpsc::channel();
+        buffer.map_async(wgpu::MapMode::Read, .., move |result| {
+            // The receiver waits below; it is gone only if the wait failed.
+            let _ = sender.send(result);
+        });
+        self.device.poll(wgpu::PollType::wait_indefinitely()).map_err(|error| RunError::Failed(error.to_string()))?;
+        match receiver.try_recv() {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => return Err(RunError::Failed(error.to_string())),
+            Err(_) => return Err(RunError::Failed("the device did not answer a read-back".into())),
+        }
+        let mapped = buffer.slice(..).get_mapped_range().map_err(|error| RunError::Failed(error.to_string()))?;
+        Ok(mapped.to_vec())
+    }
+}
+
+struct Submitted {
+    readback: wgpu::Buffer,
+    timestamps: Option<wgpu::Buffer>,
+    /// Where output, log-sum-exp and status end in `readback`.
+    ends: [u64; 3],
+    workgroups: u32,
+    started: Instant,
+}
+
+/// Two timestamps around the attention pass.
+struct Queries {
+    set: wgpu::QuerySet,
+    resolved: wgpu::Buffer,
+    readback: wgpu::Buffer,
+}
+
+impl Queries {
+    fn new(device: &wgpu::Device) -> Option<Self> {
+        device.features().contains(wgpu::Features::TIMESTAMP_QUERY).then(|| {
+            let buffer = |usage| {
+                device.create_buffer(&wgpu::BufferDescriptor {
+                    label: Some("timestamps"),
+                    size: 16,
+                    usage,
+                    mapped_at_creation: false,
+                })
+            };
+            Self {
+                set: device.create_query_set(&wgpu::QuerySetDescriptor {
+                    label: Some("timestamps"),
+                    ty: wgpu::QueryType::Timestamp,
+                    count: 2,
+                }),
+                resolved: buffer(wgpu::BufferUsages::QUERY_RESOLVE | wgpu::BufferUsages::COPY_SRC),
+                readback: buffer(wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST),
+            }
+        })
+    }
+
+    fn writes(&self) -> wgpu::ComputePassTimestampWrites<'_> {
+        wgpu::ComputePassTimestampWrites {
+            query_set: &self.set,
+            beginning_of_pass_write_index: Some(0),
+            end_of_pass_write_index: Some(1),
+        }
+    }
+
+    fn resolve(self, encoder: &mut wgpu::CommandEncoder) -> wgpu::Buffer {
+        encoder.resolve_query_set(&self.set, 0..2, &self.resolved, 0);
+        encoder.copy_buffer_to_buffer(&self.resolved, 0, &self.readback, 0, 16);
+        self.readback
+    }
+}
+
+fn elapsed_ms(bytes: &[u8], period_ns: f32) -> Option<f64> {
+    let mut ticks = bytes.chunks_exact(8).filter_map(|tick| tick.try_into().ok()).map(u64::from_le_bytes);
+    let (begin, end) = (ticks.next()?, ticks.next()?);
+    Some(end.checked_sub(begin)? as f64 * f64::from(period_ns) * 1e-6)
+}
+
+fn kernel_use((kernel, workgroups): (KernelId, u32)) -> Option<KernelUse> {
+    let (kernel, reason) = match kernel {
+        KernelId::Prefill => (
+            "prefill-base",
+            format!("sequences with more than one query row and more than {DECODE_ROWS_MAX} tile rows"),
+        ),
+        KernelId::Decode => {
+            ("decode-base", format!("sequences with one query row or at most {DECODE_ROWS_MAX} tile rows"))
+        }
+        KernelId::Merge => ("merge", format!("decodes over more than {SPLIT_KEYS} keys")),
+        KernelId::Append => ("append", "contiguous keys and values".into()),
+    };
+    (workgroups > 0).then_some(KernelUse { kernel, reason, workgroups })
+}
+
+/// The page table of a case: its own, or one made for contiguous keys and values.
+struct PageTable {
+    page_size: PageSize,
+    page_count: u32,
+    page_indptr: Vec<u32>,
+    page_ids: Vec<u32>,
+    kv_len: Vec<u32>,
+}
+
+impl PageTable {
+    fn new(case: &Case, options: &RunOptions) -> Result<Self, RunError> {
+        let kv_len: Vec<u32> = case.lengths().into_iter().map(|(_, kv_len)| kv_len).collect();
+        if let KvSource::Paged { k_pages, page_indptr, page_ids, .. } = case.kv() {
+            return Ok(Self {
+                page_size: case.page_size().unwrap_or(options.page_size),
+                page_count: k_pages.shape().first().map_or(0, |pages| *pages as u32),
+                page_indptr: page_indptr.clone(),
+                page_ids: page_ids.clone(),
+                kv_len,
+            });
+        }
+        let page_size = options.page_size;
+        let mut page_indptr = Vec::with_capacity(kv_len.len() + 1);
+        let mut needed = 0_u32;
+        page_indptr.push(needed);
+        for tokens in &kv_len {
+            // Pages are at most as many as tokens, and the tokens of all sequences fit into 32 bits.
+            needed = needed.saturating_add(page_size.pages_for(*tokens));
+            page_indptr.push(needed);
+        }
+        let page_ids = options.page_ids.clone().unwrap_or_else(|| (0..needed).collect());
+        let mut distinct = page_ids.clone();
+        distinct.sort_unstable();
+        distinct.dedup();
+        if page_ids.len() != needed as usize || distinct.len() != page_ids.len() {
+            return Err(RunError::PageIds {
+                found: distinct.len(),
+                needed: needed as usize,
+                tokens: kv_len.iter().map(|tokens| u64::from(*tokens)).sum(),
+                page_size: page_size.get(),
+            });
+        }
+        let page_count = match distinct.last() {
+            Some(last) => last.checked_add(1).ok_or(PlanError::Batch(BatchError::PageId {
+                index: 0,
+                found: *last,
+                page_count: u32::MAX,
+            }))?,
+            None => 0,
+        };
+        Ok(Self { page_size, page_count, page_indptr, page_ids, kv_len })
+    }
+
+    fn batch<'a>(&'a self, case: &'a Case) -> Batch<'a> {
+        Batch {
+            q_indptr: case.q_indptr(),
+            page_indptr: &self.page_indptr,
+            page_ids: &self.page_ids,
+            kv_len: &self.kv_len,
+        }
+    }
+}
+
+/// The rows of a tensor, each padded as the device wants it.
+fn padded(tensor: &Tensor, dim: u32) -> Vec<u8> {
+    let row = (dim * tensor.dtype().bytes()) as usize;
+    let padded_row = (padded_dim(dim) * tensor.dtype().bytes()) as usize;
+    if row == padded_row {
+        return tensor.bytes().to_vec();
+    }
+    let mut bytes = Vec::with_capacity(tensor.bytes().len() / row * padded_row);
+    for bytes_of_row in tensor.bytes().chunks_exact(row) {
+        bytes.extend_from_slice(bytes_of_row);
+        bytes.resize(bytes.len() + padded_row - row, PADDING);
+    }
+    bytes
+}
+
+/// `[page, slot, head, dim]` keys and values of a file, in the order of the pool.
+fn paged_bytes(layout: &KvLayout, k_pages: &Tensor, v_pages: &Tensor) -> Vec<u8> {
+    let mut pool = vec![PADDING; layout.bytes() as usize];
+    let geometry: &HeadGeometry = layout.geometry();
+    let (kv_heads, page_size) = (geometry.kv_heads() as usize, layout.page_size().get() as usize);
+    for (tensor, rows, dim) in
+        [(k_pages, layout.k_rows(), geometry.head_dim()), (v_pages, layout.v_rows(), geometry.v_head_dim())]
+    {
+        let row_bytes = (dim * tensor.dtype().bytes()) as usize;
+        for (row, bytes) in tensor.bytes().chunks_exact(row_bytes).enumerate() {
+            let (token, kv_head) = (row / kv_heads, row % kv_heads);
+            let (page, slot) = (token / page_size, token % page_size);
+            let start = rows.offset(page as u32, kv_head as u32, slot as u32) as usize * 16;
+            if let Some(place) = pool.get_mut(start..start + row_bytes) {
+                place.copy_from_slice(bytes);
+            }
+        }
+    }
+    pool
+}
+
+/// Rows of `dim` elements as they come from the device, each in the place of `place_dim`, in f32.
+fn unpadded(bytes: &[u8], dtype: Dtype, dim: u32, place_dim: u32) -> Vec<f32> {
+    let [row, place] = [dim, place_dim].map(|dim| (dim * dtype.bytes()) as usize);
+    let packed: Vec<u8> =
+        bytes.chunks_exact(place).flat_map(|bytes| bytes.get(..row).unwrap_or_default()).copied().collect();
+    Tensor::from_bytes(dtype, &[packed.len() / dtype.bytes() as usize], packed)
+        .map(|tensor| tensor.to_f32())
+        .unwrap_or_default()
 }

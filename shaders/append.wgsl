@@ -1,0 +1,65 @@
+// Append: copies new key and value rows into the pages, bit for bit.
+//
+// Grid: one lane per vector of 16 bytes of (token, KV head, key row then value row), folded into three axes.
+//
+// Bindings (group 0):
+//   0 params    uniform, `AppendParams`
+//   1 slots     [tokens] destination of each token: page * page_size + slot
+//   2 new_k     [tokens, kv_heads] key rows, padded to whole chunks, in the pages' type
+//   3 new_v     [tokens, kv_heads] value rows, alike
+//   4 kv_pages  the pages, addressed by `row_offset`
+//   5 status    [0] workgroups that came to their end, [1] error bits
+//
+// Workgroup memory: none. Preconditions, checked by `AppendPlan::new` and `Append::bind`: every destination lies in
+// the pool and occurs once; buffer sizes.
+
+struct AppendParams {
+    k_rows: RowLayout,
+    v_rows: RowLayout,
+    tokens: u32,
+    kv_heads: u32,
+    page_size: u32,
+    page_count: u32,
+    groups: u32,
+    // Vectors of 16 bytes per key row and per value row.
+    k_row_vectors: u32,
+    v_row_vectors: u32,
+}
+
+@group(0) @binding(0) var<uniform> params: AppendParams;
+@group(0) @binding(1) var<storage, read> slots: array<u32>;
+@group(0) @binding(2) var<storage, read> new_k: array<vec4<u32>>;
+@group(0) @binding(3) var<storage, read> new_v: array<vec4<u32>>;
+@group(0) @binding(4) var<storage, read_write> kv_pages: array<vec4<u32>>;
+@group(0) @binding(5) var<storage, read_write> status: array<atomic<u32>>;
+
+@compute @workgroup_size(LANES)
+fn append(
+    @builtin(workgroup_id) group_id: vec3<u32>,
+    @builtin(num_workgroups) group_count: vec3<u32>,
+    @builtin(local_invocation_index) lane: u32,
+) {
+    let group = linear_group(group_id, group_count);
+    if group >= params.groups {
+        return;
+    }
+    let row_vectors = params.k_row_vectors + params.v_row_vectors;
+    let row = (group * LANES + lane) / row_vectors;
+    let vector = (group * LANES + lane) % row_vectors;
+    if row < params.tokens * params.kv_heads {
+        let kv_head = row % params.kv_heads;
+        let page = slots[row / params.kv_heads] / params.page_size;
+        let slot = slots[row / params.kv_heads] % params.page_size;
+        if page >= params.page_count {
+            report_error(ERROR_PAGE_ID);
+        } else if vector < params.k_row_vectors {
+            kv_pages[row_offset(params.k_rows, page, kv_head, slot) + vector] =
+                new_k[row * params.k_row_vectors + vector];
+        } else {
+            let v_vector = vector - params.k_row_vectors;
+            kv_pages[row_offset(params.v_rows, page, kv_head, slot) + v_vector] =
+                new_v[row * params.v_row_vectors + v_vector];
+        }
+    }
+    report_done(lane);
+}

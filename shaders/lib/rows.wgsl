@@ -1,0 +1,68 @@
+// Rows of 16- and 32-bit floats as chunks of 8 elements. 16-bit storage is read and written as packed words, so
+// that no device feature is needed. Elements past a row's dimension are unowned: their words are cleared before
+// they become floats, since a NaN cannot be masked afterwards.
+
+const DTYPE_F32 = 0u;
+const DTYPE_F16 = 1u;
+const DTYPE_BF16 = 2u;
+
+struct Chunk {
+    lo: vec4<f32>,
+    hi: vec4<f32>,
+}
+
+const ZERO_CHUNK = Chunk(vec4<f32>(0.0), vec4<f32>(0.0));
+
+// Vectors of 16 bytes that a chunk takes in storage.
+fn chunk_vectors(dtype: u32) -> u32 {
+    return select(1u, 2u, dtype == DTYPE_F32);
+}
+
+// The words of 4 f32 elements from index `first` on, unowned ones cleared.
+fn owned_words(words: vec4<u32>, first: u32, dim: u32) -> vec4<u32> {
+    return select(vec4<u32>(0u), words, vec4<u32>(first) + vec4<u32>(0u, 1u, 2u, 3u) < vec4<u32>(dim));
+}
+
+// The words of 8 16-bit elements from index `first` on, unowned halves cleared.
+fn owned_halves(words: vec4<u32>, first: u32, dim: u32) -> vec4<u32> {
+    let low = vec4<u32>(first) + vec4<u32>(0u, 2u, 4u, 6u);
+    let mask_low = select(vec4<u32>(0u), vec4<u32>(0x0000ffffu), low < vec4<u32>(dim));
+    let mask_high = select(vec4<u32>(0u), vec4<u32>(0xffff0000u), low + vec4<u32>(1u) < vec4<u32>(dim));
+    return words & (mask_low | mask_high);
+}
+
+// 8 elements from index `8 * chunk` of a row with `dim` elements. `second` holds the upper four of an f32 row.
+fn unpack_chunk(dtype: u32, first: vec4<u32>, second: vec4<u32>, chunk: u32, dim: u32) -> Chunk {
+    if dtype == DTYPE_F32 {
+        if dim % 8u == 0u {
+            return Chunk(bitcast<vec4<f32>>(first), bitcast<vec4<f32>>(second));
+        }
+        return Chunk(
+            bitcast<vec4<f32>>(owned_words(first, chunk * 8u, dim)),
+            bitcast<vec4<f32>>(owned_words(second, chunk * 8u + 4u, dim)),
+        );
+    }
+    var words = first;
+    if dim % 8u != 0u {
+        words = owned_halves(words, chunk * 8u, dim);
+    }
+    if dtype == DTYPE_F16 {
+        return Chunk(
+            vec4<f32>(unpack2x16float(words.x), unpack2x16float(words.y)),
+            vec4<f32>(unpack2x16float(words.z), unpack2x16float(words.w)),
+        );
+    }
+    let low = bitcast<vec4<f32>>(words << vec4<u32>(16u));
+    let high = bitcast<vec4<f32>>(words & vec4<u32>(0xffff0000u));
+    return Chunk(vec4<f32>(low.x, high.x, low.y, high.y), vec4<f32>(low.z, high.z, low.w, high.w));
+}
+
+const F16_MAX = 65504.0;
+
+// The words of 8 f16 elements; what lies outside the range of f16 becomes its largest value.
+fn pack_f16_chunk(chunk: Chunk) -> vec4<u32> {
+    let limit = vec4<f32>(F16_MAX);
+    let lo = clamp(chunk.lo, -limit, limit);
+    let hi = clamp(chunk.hi, -limit, limit);
+    return vec4<u32>(pack2x16float(lo.xy), pack2x16float(lo.zw), pack2x16float(hi.xy), pack2x16float(hi.zw));
+}

@@ -1,0 +1,292 @@
+//! `plan` → `upload` → `bind` → `encode`: attention recorded into the caller's own pass.
+
+use thiserror::Error;
+
+use crate::batch::Batch;
+use crate::case::AttentionOptions;
+use crate::geometry::Dtype;
+use crate::kernels::{BuildError, KernelConfig, KernelId, Kernels, fold_grid};
+use crate::kv::KvLayout;
+use crate::plan::{DevicePlan, PARAMS_BYTES, Params, Plan, PlanError};
+use crate::status::STATUS_BYTES;
+
+/// Attention over one pool: types, layout, scale and mask.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AttentionConfig {
+    /// Type of the query rows.
+    pub q: Dtype,
+    /// Type of the output rows: [`Dtype::F32`] or [`Dtype::F16`].
+    pub out: Dtype,
+    /// The pool of pages, with the head geometry and the type of keys and values.
+    pub layout: KvLayout,
+    /// Scale and mask.
+    pub options: AttentionOptions,
+}
+
+impl AttentionConfig {
+    /// What the kernels for this configuration are specialised for.
+    pub fn kernels(&self) -> KernelConfig {
+        KernelConfig { geometry: *self.layout.geometry(), q: self.q, kv: self.layout.dtype(), out: self.out }
+    }
+}
+
+/// A call that cannot be bound. Nothing was recorded.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum BindError {
+    /// A buffer is too small.
+    #[error("`{buffer}` has {found} bytes; {needed} are needed")]
+    TooSmall {
+        /// Which buffer.
+        buffer: &'static str,
+        /// Bytes found (of the binding, or of the rest of the buffer).
+        found: u64,
+        /// Bytes needed.
+        needed: u64,
+    },
+    /// A binding is larger than the device allows.
+    #[error("`{buffer}` needs a binding of {needed} bytes; the device allows {found}")]
+    TooLarge {
+        /// Which buffer.
+        buffer: &'static str,
+        /// The device's `max_storage_buffer_binding_size`.
+        found: u64,
+        /// Bytes needed.
+        needed: u64,
+    },
+    /// A binding starts where the device does not allow it.
+    #[error("`{buffer}` starts at byte {found}; the device needs a multiple of {needed}")]
+    Unaligned {
+        /// Which buffer.
+        buffer: &'static str,
+        /// The offset found.
+        found: u64,
+        /// The device's `min_storage_buffer_offset_alignment`.
+        needed: u64,
+    },
+    /// The plan was made for another pool than this attention.
+    #[error("the plan was made for another pool layout")]
+    OtherLayout,
+    /// More workgroups are needed than the device can dispatch at once.
+    #[error("kernel `{kernel}` needs {needed} workgroups; the device allows {axis_max} on each of three axes")]
+    TooManyWorkgroups {
+        /// Which kernel.
+        kernel: &'static str,
+        /// Workgroups needed.
+        needed: u32,
+        /// The device's `max_compute_workgroups_per_dimension`.
+        axis_max: u32,
+    },
+}
+
+/// Buffers of one layer's attention. Each binding's size, or the rest of its buffer, must hold what the shape needs.
+#[derive(Clone, Debug)]
+pub struct AttentionIo<'a> {
+    /// Query rows `[total_q, q_heads, head_dim]`, padded to multiples of [`crate::ROW_ALIGN`] elements.
+    pub q: wgpu::BufferBinding<'a>,
+    /// The layer's pages ([`KvLayout`]).
+    pub kv: wgpu::BufferBinding<'a>,
+    /// Output rows `[total_q, q_heads, v_head_dim]`, padded like the queries.
+    pub out: wgpu::BufferBinding<'a>,
+    /// Log-sum-exp `[total_q, q_heads]`, f32, natural logarithm; `-inf` for a row that sees no key.
+    pub lse: wgpu::BufferBinding<'a>,
+}
+
+/// Scratch that calls recorded one after the other may share: partial states, and the status words.
+#[derive(Clone, Debug)]
+pub struct Workspace {
+    partials: wgpu::Buffer,
+    status: wgpu::Buffer,
+}
+
+impl Workspace {
+    /// Room for plans of up to `bytes` ([`Plan::workspace_bytes`]). The status words start at zero.
+    pub fn new(device: &wgpu::Device, bytes: u64) -> Self {
+        let buffer = |label, size, usage| {
+            let usage = wgpu::BufferUsages::STORAGE | usage;
+            device.create_buffer(&wgpu::BufferDescriptor { label: Some(label), size, usage, mapped_at_creation: false })
+        };
+        Self {
+            partials: buffer("attention partial states", bytes.max(16), wgpu::BufferUsages::empty()),
+            status: buffer("attention status", STATUS_BYTES, wgpu::BufferUsages::COPY_SRC),
+        }
+    }
+
+    /// The two status words, to be copied out and read as [`crate::Status`].
+    pub fn status(&self) -> &wgpu::Buffer {
+        &self.status
+    }
+}
+
+/// A dispatch that is ready to be recorded.
+#[derive(Clone, Debug)]
+pub(crate) struct Dispatch {
+    pub kernel: KernelId,
+    pub grid: [u32; 3],
+}
+
+/// A call with its bindings: recording it creates nothing.
+#[derive(Clone, Debug)]
+pub struct Call {
+    bindings: wgpu::BindGroup,
+    dispatches: Vec<Dispatch>,
+    workgroups: u32,
+}
+
+impl Call {
+    /// Workgroups that report their end, for [`crate::Status::check`].
+    pub fn workgroups(&self) -> u32 {
+        self.workgroups
+    }
+}
+
+/// The kernels for one configuration. It stores neither device nor queue.
+#[derive(Clone, Debug)]
+pub struct Attention {
+    kernels: Kernels,
+    config: AttentionConfig,
+}
+
+impl Attention {
+    /// Compiles the kernels on `device`.
+    ///
+    /// # Errors
+    /// As [`Kernels::new`].
+    pub async fn new(device: &wgpu::Device, config: &AttentionConfig) -> Result<Self, BuildError> {
+        Self::with_kernels(Kernels::new(device, &config.kernels()).await?, config)
+    }
+
+    /// Uses kernels that were compiled before: pools of other sizes, pages, scales and masks share them.
+    ///
+    /// # Errors
+    /// [`BuildError::OtherConfig`] if they were compiled for other dimensions or types.
+    pub fn with_kernels(kernels: Kernels, config: &AttentionConfig) -> Result<Self, BuildError> {
+        let needed = config.kernels();
+        if kernels.config().pipeline_key() != needed.pipeline_key() {
+            return Err(BuildError::OtherConfig { found: Box::new(*kernels.config()), needed: Box::new(needed) });
+        }
+        Ok(Self { kernels, config: *config })
+    }
+
+    /// The configuration.
+    pub fn config(&self) -> &AttentionConfig {
+        &self.config
+    }
+
+    /// The compiled kernels.
+    pub fn kernels(&self) -> &Kernels {
+        &self.kernels
+    }
+
+    /// Plans one step. Pure host work; the plan serves every layer of the step.
+    ///
+    /// # Errors
+    /// [`PlanError`], with the numbers found and needed.
+    pub fn plan(&self, batch: &Batch<'_>) -> Result<Plan, PlanError> {
+        Plan::new(batch, &self.config.layout, &self.config.options)
+    }
+
+    /// Binds a plan to one layer's buffers. A call stays valid as long as its buffers and may be recorded any
+    /// number of times.
+    ///
+    /// # Errors
+    /// [`BindError`]; nothing was recorded.
+    pub fn bind(
+        &self,
+        device: &wgpu::Device,
+        plan: &DevicePlan,
+        io: AttentionIo<'_>,
+        workspace: &Workspace,
+    ) -> Result<Call, BindError> {
+        if plan.layout != self.config.layout {
+            return Err(BindError::OtherLayout);
+        }
+        let geometry = self.config.layout.geometry();
+        let rows = u64::from(plan.total_q) * u64::from(geometry.q_heads());
+        // An empty binding is not allowed; one vector stands for it.
+        let row_bytes = |dtype: Dtype, dim| (rows * u64::from(dtype.row_words(dim)) * 4).max(16);
+        let limits = device.limits();
+        let plan_words = wgpu::BufferBinding { buffer: &plan.buffer, offset: PARAMS_BYTES, size: None };
+        let entries = [
+            ("plan", plan_words, 4),
+            ("q", io.q, row_bytes(self.config.q, geometry.head_dim())),
+            ("kv", io.kv, self.config.layout.bytes().max(16)),
+            ("out", io.out, row_bytes(self.config.out, geometry.v_head_dim())),
+            ("lse", io.lse, (rows * 4).max(4)),
+            ("workspace", workspace.partials.as_entire_buffer_binding(), plan.workspace_bytes.max(16)),
+            ("status", workspace.status.as_entire_buffer_binding(), STATUS_BYTES),
+        ];
+        for (buffer, binding, needed) in &entries {
+            check_binding(&limits, buffer, binding, *needed)?;
+        }
+        let Params { prefill_groups, decode_groups, merge_groups, .. } = plan.params;
+        let mut dispatches = Vec::new();
+        for (kernel, groups) in
+            [(KernelId::Prefill, prefill_groups), (KernelId::Decode, decode_groups), (KernelId::Merge, merge_groups)]
+        {
+            if groups > 0 {
+                dispatches.push(dispatch(&limits, kernel, groups)?);
+            }
+        }
+        let params = wgpu::BufferBinding { buffer: &plan.buffer, offset: 0, size: wgpu::BufferSize::new(PARAMS_BYTES) };
+        let resources = std::iter::once(params).chain(entries.into_iter().map(|(_, binding, _)| binding));
+        Ok(Call {
+            bindings: bind_group(device, self.kernels.attention_layout(), resources),
+            dispatches,
+            workgroups: prefill_groups.wrapping_add(decode_groups).wrapping_add(merge_groups),
+        })
+    }
+
+    /// Records the call: at most one dispatch per kernel. Creates nothing, submits nothing.
+    pub fn encode(&self, pass: &mut wgpu::ComputePass<'_>, call: &Call) {
+        for Dispatch { kernel, grid: [x, y, z] } in &call.dispatches {
+            pass.set_pipeline(self.kernels.pipeline(*kernel));
+            pass.set_bind_group(0, &call.bindings, &[]);
+            pass.dispatch_workgroups(*x, *y, *z);
+        }
+    }
+}
+
+/// Checks a storage binding's size and offset against what the shape needs and what the device allows.
+pub(crate) fn check_binding(
+    limits: &wgpu::Limits,
+    buffer: &'static str,
+    binding: &wgpu::BufferBinding<'_>,
+    needed: u64,
+) -> Result<(), BindError> {
+    let rest = binding.buffer.size().saturating_sub(binding.offset);
+    let found = binding.size.map_or(rest, |size| size.get().min(rest));
+    if found < needed {
+        return Err(BindError::TooSmall { buffer, found, needed });
+    }
+    if found > limits.max_storage_buffer_binding_size {
+        return Err(BindError::TooLarge { buffer, found: limits.max_storage_buffer_binding_size, needed: found });
+    }
+    let alignment = u64::from(limits.min_storage_buffer_offset_alignment);
+    if !binding.offset.is_multiple_of(alignment) {
+        return Err(BindError::Unaligned { buffer, found: binding.offset, needed: alignment });
+    }
+    Ok(())
+}
+
+pub(crate) fn dispatch(limits: &wgpu::Limits, kernel: KernelId, groups: u32) -> Result<Dispatch, BindError> {
+    let axis_max = limits.max_compute_workgroups_per_dimension;
+    let grid = fold_grid(groups, axis_max).ok_or(BindError::TooManyWorkgroups {
+        kernel: kernel.entry_point(),
+        needed: groups,
+        axis_max,
+    })?;
+    Ok(Dispatch { kernel, grid })
+}
+
+pub(crate) fn bind_group<'a>(
+    device: &wgpu::Device,
+    layout: &wgpu::BindGroupLayout,
+    resources: impl Iterator<Item = wgpu::BufferBinding<'a>>,
+) -> wgpu::BindGroup {
+    let entries: Vec<_> = (0..)
+        .zip(resources)
+        .map(|(binding, resource)| wgpu::BindGroupEntry { binding, resource: wgpu::BindingResource::Buffer(resource) })
+        .collect();
+    device.create_bind_group(&wgpu::BindGroupDescriptor { label: Some("paged-attention"), layout, entries: &entries })
+}

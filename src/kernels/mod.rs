@@ -1,0 +1,279 @@
+//! Shader sources, their sizes against the device's limits, and compiled pipelines.
+
+mod grid;
+mod source;
+mod tiles;
+
+use std::sync::Arc;
+
+use thiserror::Error;
+
+use crate::geometry::{Dtype, HeadGeometry};
+pub(crate) use grid::fold_grid;
+pub use source::KernelId;
+pub use tiles::{DECODE_ROWS_MAX, LANES, SPLIT_KEYS, Tiles};
+
+/// What the kernels are specialised for.
+///
+/// Page size, page count, head counts (but for their ratio), lengths, scale and mask are not part of it: they
+/// come with the plan.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KernelConfig {
+    /// Heads; the group size and the two dimensions are compiled in.
+    pub geometry: HeadGeometry,
+    /// Type of the query rows.
+    pub q: Dtype,
+    /// Type of the pages.
+    pub kv: Dtype,
+    /// Type of the output rows: [`Dtype::F32`] or [`Dtype::F16`].
+    pub out: Dtype,
+}
+
+impl KernelConfig {
+    /// Equal for two configurations exactly if the same pipelines serve both.
+    pub fn pipeline_key(&self) -> (u32, u32, u32, Dtype, Dtype, Dtype) {
+        let Self { geometry, q, kv, out } = self;
+        (geometry.group(), geometry.head_dim(), geometry.v_head_dim(), *q, *kv, *out)
+    }
+
+    /// WebGPU's default limits: what the base kernels stay within. A device may be asked for less where a smaller
+    /// KV pool than one 128 MiB binding will do.
+    pub fn required_limits(&self) -> wgpu::Limits {
+        wgpu::Limits::default()
+    }
+}
+
+/// Kernels that cannot be built on a device.
+#[derive(Clone, Debug, PartialEq, Error)]
+#[non_exhaustive]
+pub enum BuildError {
+    /// The output type has no kernel.
+    #[error("output type {found} is not supported; f32 and f16 are")]
+    OutDtype {
+        /// The type found.
+        found: Dtype,
+    },
+    /// The device allows less than a kernel needs. wgpu itself does not check all of these.
+    #[error("kernel `{kernel}` needs {limit} of {needed}; the device allows {found}")]
+    Limit {
+        /// The kernel's name.
+        kernel: &'static str,
+        /// The limit's name in WebGPU.
+        limit: &'static str,
+        /// What the device allows.
+        found: u64,
+        /// What the kernel needs.
+        needed: u64,
+    },
+    /// The shader or pipeline was refused.
+    #[error("kernel `{kernel}` was refused: {message}")]
+    Pipeline {
+        /// The kernel's name.
+        kernel: &'static str,
+        /// The device's message.
+        message: String,
+    },
+    /// Pipelines for another configuration were handed over.
+    #[error("the kernels were built for {found:?}; {needed:?} is needed")]
+    OtherConfig {
+        /// What the kernels were built for.
+        found: Box<KernelConfig>,
+        /// What is needed.
+        needed: Box<KernelConfig>,
+    },
+    /// A source edit of a test does not apply.
+    #[error("edit of `{kernel}`: {from:?} does not occur in it")]
+    Edit {
+        /// The kernel's name.
+        kernel: &'static str,
+        /// The text looked for.
+        from: String,
+    },
+}
+
+/// A change to a kernel's source, by which tests show that they would notice a fault.
+#[doc(hidden)]
+#[derive(Clone, Copy, Debug)]
+pub struct SourceEdit {
+    pub kernel: KernelId,
+    pub from: &'static str,
+    pub to: &'static str,
+}
+
+/// Compiled kernels. Cloning is cheap; they belong to the device that made them.
+#[derive(Clone, Debug)]
+pub struct Kernels {
+    config: KernelConfig,
+    inner: Arc<Pipelines>,
+}
+
+#[derive(Debug)]
+struct Pipelines {
+    attention_layout: wgpu::BindGroupLayout,
+    append_layout: wgpu::BindGroupLayout,
+    prefill: wgpu::ComputePipeline,
+    decode: wgpu::ComputePipeline,
+    merge: wgpu::ComputePipeline,
+    append: wgpu::ComputePipeline,
+}
+
+impl Kernels {
+    /// Compiles the kernels for `config` on `device`.
+    ///
+    /// Uses validation error scopes of the calling thread; waits for the device to answer them.
+    ///
+    /// # Errors
+    /// [`BuildError::OutDtype`], [`BuildError::Limit`] before anything is made; [`BuildError::Pipeline`].
+    pub async fn new(device: &wgpu::Device, config: &KernelConfig) -> Result<Self, BuildError> {
+        Self::with_edits(device, config, &[]).await
+    }
+
+    #[doc(hidden)]
+    pub async fn with_edits(
+        device: &wgpu::Device,
+        config: &KernelConfig,
+        edits: &[SourceEdit],
+    ) -> Result<Self, BuildError> {
+        if config.out == Dtype::Bf16 {
+            return Err(BuildError::OutDtype { found: config.out });
+        }
+        for kernel in KernelId::ALL {
+            check_limits(&device.limits(), kernel, config)?;
+        }
+        let attention_layout = layout(device, "attention", &[Uniform, Read, Read, Read, Write, Write, Write, Write]);
+        let append_layout = layout(device, "append", &[Uniform, Read, Read, Read, Write, Write]);
+        let compile = async |kernel: KernelId, layout: &wgpu::BindGroupLayout| {
+            pipeline(device, kernel, edited(kernel, config, edits)?, layout).await
+        };
+        let inner = Pipelines {
+            prefill: compile(KernelId::Prefill, &attention_layout).await?,
+            decode: compile(KernelId::Decode, &attention_layout).await?,
+            merge: compile(KernelId::Merge, &attention_layout).await?,
+            append: compile(KernelId::Append, &append_layout).await?,
+            attention_layout,
+            append_layout,
+        };
+        Ok(Self { config: *config, inner: Arc::new(inner) })
+    }
+
+    /// What the kernels were built for.
+    pub fn config(&self) -> &KernelConfig {
+        &self.config
+    }
+
+    pub(crate) fn attention_layout(&self) -> &wgpu::BindGroupLayout {
+        &self.inner.attention_layout
+    }
+
+    pub(crate) fn append_layout(&self) -> &wgpu::BindGroupLayout {
+        &self.inner.append_layout
+    }
+
+    pub(crate) fn pipeline(&self, kernel: KernelId) -> &wgpu::ComputePipeline {
+        match kernel {
+            KernelId::Prefill => &self.inner.prefill,
+            KernelId::Decode => &self.inner.decode,
+            KernelId::Merge => &self.inner.merge,
+            KernelId::Append => &self.inner.append,
+        }
+    }
+}
+
+/// Checks a kernel's needs against a device's limits; wgpu checks neither workgroup memory nor, for constants
+/// that are set late, the workgroup's size.
+fn check_limits(limits: &wgpu::Limits, kernel: KernelId, config: &KernelConfig) -> Result<(), BuildError> {
+    for (limit, found, needed) in [
+        (
+            "max_compute_workgroup_storage_size",
+            limits.max_compute_workgroup_storage_size,
+            kernel.workgroup_bytes(config),
+        ),
+        ("max_compute_invocations_per_workgroup", limits.max_compute_invocations_per_workgroup, LANES),
+        ("max_compute_workgroup_size_x", limits.max_compute_workgroup_size_x, LANES),
+        ("max_storage_buffers_per_shader_stage", limits.max_storage_buffers_per_shader_stage, kernel.storage_buffers()),
+    ] {
+        if found < needed {
+            return Err(BuildError::Limit {
+                kernel: kernel.entry_point(),
+                limit,
+                found: found.into(),
+                needed: needed.into(),
+            });
+        }
+    }
+    Ok(())
+}
+
+#[derive(Clone, Copy)]
+enum Access {
+    Uniform,
+    Read,
+    Write,
+}
+use Access::{Read, Uniform, Write};
+
+fn layout(device: &wgpu::Device, label: &str, accesses: &[Access]) -> wgpu::BindGroupLayout {
+    let entries: Vec<_> = (0..)
+        .zip(accesses)
+        .map(|(binding, access)| wgpu::BindGroupLayoutEntry {
+            binding,
+            visibility: wgpu::ShaderStages::COMPUTE,
+            ty: wgpu::BindingType::Buffer {
+                ty: match access {
+                    Uniform => wgpu::BufferBindingType::Uniform,
+                    Read => wgpu::BufferBindingType::Storage { read_only: true },
+                    Write => wgpu::BufferBindingType::Storage { read_only: false },
+                },
+                has_dynamic_offset: false,
+                min_binding_size: None,
+            },
+            count: None,
+        })
+        .collect();
+    device.create_bind_group_layout(&wgpu::BindGroupLayoutDescriptor { label: Some(label), entries: &entries })
+}
+
+fn edited(kernel: KernelId, config: &KernelConfig, edits: &[SourceEdit]) -> Result<String, BuildError> {
+    let mut wgsl = kernel.wgsl(config);
+    for edit in edits.iter().filter(|edit| edit.kernel == kernel) {
+        if !wgsl.contains(edit.from) {
+            return Err(BuildError::Edit { kernel: kernel.entry_point(), from: edit.from.into() });
+        }
+        wgsl = wgsl.replace(edit.from, edit.to);
+    }
+    Ok(wgsl)
+}
+
+async fn pipeline(
+    device: &wgpu::Device,
+    kernel: KernelId,
+    wgsl: String,
+    layout: &wgpu::BindGroupLayout,
+) -> Result<wgpu::ComputePipeline, BuildError> {
+    let name = kernel.entry_point();
+    // Scopes are of this thread, so they are popped before anything is awaited.
+    let validation = device.push_error_scope(wgpu::ErrorFilter::Validation);
+    let internal = device.push_error_scope(wgpu::ErrorFilter::Internal);
+    let module = device.create_shader_module(wgpu::ShaderModuleDescriptor {
+        label: Some(name),
+        source: wgpu::ShaderSource::Wgsl(wgsl.into()),
+    });
+    let pipeline_layout = device.create_pipeline_layout(&wgpu::PipelineLayoutDescriptor {
+        label: Some(name),
+        bind_group_layouts: &[Some(layout)],
+        immediate_size: 0,
+    });
+    let pipeline = device.create_compute_pipeline(&wgpu::ComputePipelineDescriptor {
+        label: Some(name),
+        layout: Some(&pipeline_layout),
+        module: &module,
+        entry_point: Some(name),
+        compilation_options: wgpu::PipelineCompilationOptions::default(),
+        cache: None,
+    });
+    let (internal, validation) = (internal.pop(), validation.pop());
+    match internal.await.or(validation.await) {
+        Some(error) => Err(BuildError::Pipeline { kernel: name, message: error.to_string() }),
+        None => Ok(pipeline),
+    }
+}

@@ -1,0 +1,167 @@
+//! Where each key and value row lies: one addressing function with strides.
+
+use bytemuck::{Pod, Zeroable};
+use thiserror::Error;
+
+use crate::geometry::{Dtype, HeadGeometry, PageSize};
+
+/// Bytes of a vector, the unit of all device offsets.
+pub const VECTOR_BYTES: u32 = 16;
+
+/// A pool that cannot be addressed or bound.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum LayoutError {
+    /// Row offsets would not fit into 32 bits.
+    #[error("{page_count} pages of {page_bytes} bytes need {needed} bytes; at most {limit} can be addressed")]
+    TooLarge {
+        /// Pages asked for.
+        page_count: u32,
+        /// Bytes of a page.
+        page_bytes: u64,
+        /// Bytes of all.
+        needed: u128,
+        /// The largest pool, in bytes.
+        limit: u64,
+    },
+    /// The pool does not fit into one binding of the device.
+    #[error("the pool needs a binding of {needed} bytes; the device allows {found}")]
+    Binding {
+        /// Bytes of the pool.
+        needed: u64,
+        /// The device's `max_storage_buffer_binding_size`, or its `max_buffer_size` where that is less.
+        found: u64,
+    },
+}
+
+/// Strides of one kind of row (keys or values) inside the pool, in vectors of 16 bytes.
+///
+/// The shader's `RowLayout` has the same fields in the same order.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+pub struct RowLayout {
+    /// Where the first row of page 0 starts.
+    pub base: u32,
+    /// From a page to the next.
+    pub page_stride: u32,
+    /// From a KV head to the next.
+    pub head_stride: u32,
+    /// From a slot to the next.
+    pub slot_stride: u32,
+}
+
+impl RowLayout {
+    /// Where a row starts, in vectors of 16 bytes. [`KvLayout::new`] has checked that no row of its pool overflows.
+    pub fn offset(&self, page: u32, kv_head: u32, slot: u32) -> u32 {
+        self.base + page * self.page_stride + kv_head * self.head_stride + slot * self.slot_stride
+    }
+}
+
+/// The layout of a pool of pages: `[page, (keys then values), kv_head, slot, dim]`.
+///
+/// Keys and values of a page lie together, so that a pool takes one binding. Rows are padded to a multiple of
+/// [`crate::ROW_ALIGN`] elements; what lies in the padding, in slots past a sequence's end and in pages without an
+/// owner never matters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KvLayout {
+    geometry: HeadGeometry,
+    dtype: Dtype,
+    page_size: PageSize,
+    page_count: u32,
+    k_rows: RowLayout,
+    v_rows: RowLayout,
+    bytes: u64,
+}
+
+impl KvLayout {
+    /// # Errors
+    /// [`LayoutError::TooLarge`] if an offset could pass 32 bits.
+    pub fn new(
+        geometry: HeadGeometry,
+        dtype: Dtype,
+        page_size: PageSize,
+        page_count: u32,
+    ) -> Result<Self, LayoutError> {
+        let k_row = dtype.row_words(geometry.head_dim()) / 4;
+        let v_row = dtype.row_words(geometry.v_head_dim()) / 4;
+        // Below 2^96, so that the product with a page count stays below 2^128.
+        let slots = u128::from(geometry.kv_heads()) * u128::from(page_size.get());
+        let page_vectors = slots * u128::from(k_row + v_row);
+        let total = page_vectors * u128::from(page_count);
+        let too_large = || LayoutError::TooLarge {
+            page_count,
+            page_bytes: u64::try_from(page_vectors * u128::from(VECTOR_BYTES)).unwrap_or(u64::MAX),
+            needed: total * u128::from(VECTOR_BYTES),
+            limit: u64::from(u32::MAX) * u64::from(VECTOR_BYTES),
+        };
+        // Strides are below the page's size; a pool without pages still needs them to be representable.
+        let (Ok(page_stride), Ok(_)) = (u32::try_from(page_vectors), u32::try_from(total)) else {
+            return Err(too_large());
+        };
+        let rows =
+            |base: u32, row: u32| RowLayout { base, page_stride, head_stride: page_size.get() * row, slot_stride: row };
+        let v_base = geometry.kv_heads() * page_size.get() * k_row;
+        Ok(Self {
+            geometry,
+            dtype,
+            page_size,
+            page_count,
+            k_rows: rows(0, k_row),
+            v_rows: rows(v_base, v_row),
+            bytes: u64::from(page_stride) * u64::from(page_count) * u64::from(VECTOR_BYTES),
+        })
+    }
+
+    /// Heads and dimensions.
+    pub fn geometry(&self) -> &HeadGeometry {
+        &self.geometry
+    }
+
+    /// Type of the elements.
+    pub fn dtype(&self) -> Dtype {
+        self.dtype
+    }
+
+    /// Tokens per page.
+    pub fn page_size(&self) -> PageSize {
+        self.page_size
+    }
+
+    /// Pages in the pool.
+    pub fn page_count(&self) -> u32 {
+        self.page_count
+    }
+
+    /// Strides of the key rows.
+    pub fn k_rows(&self) -> &RowLayout {
+        &self.k_rows
+    }
+
+    /// Strides of the value rows.
+    pub fn v_rows(&self) -> &RowLayout {
+        &self.v_rows
+    }
+
+    /// Bytes of the pool.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Creates the pool's buffer (`STORAGE | COPY_DST | COPY_SRC`, zeroed by the device).
+    ///
+    /// # Errors
+    /// [`LayoutError::Binding`] if the device cannot bind so much at once.
+    pub fn create_buffer(&self, device: &wgpu::Device) -> Result<wgpu::Buffer, LayoutError> {
+        let limits = device.limits();
+        let found = limits.max_storage_buffer_binding_size.min(limits.max_buffer_size);
+        if self.bytes > found {
+            return Err(LayoutError::Binding { needed: self.bytes, found });
+        }
+        Ok(device.create_buffer(&wgpu::BufferDescriptor {
+            label: Some("kv pages"),
+            size: self.bytes.max(VECTOR_BYTES.into()),
+            usage: wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_DST | wgpu::BufferUsages::COPY_SRC,
+            mapped_at_creation: false,
+        }))
+    }
+}

@@ -1,0 +1,7 @@
+//! The paged KV cache on the device: where a row lies, the pages' buffer, and appending to it.
+
+mod append;
+mod layout;
+
+pub use append::{Append, AppendCall, AppendError, AppendPlan, AppendSource};
+pub use layout::{KvLayout, LayoutError, RowLayout};

@@ -1,0 +1,324 @@
+//! Planning: from a ragged batch to work items, in pure host code.
+//!
+//! The same batch gives the same plan, on every machine. What becomes of a sequence (its kernel, its splits)
+//! depends on that sequence alone, so its bits are the same in every batch.
+
+use bytemuck::{Pod, Zeroable};
+use thiserror::Error;
+
+use crate::batch::{Batch, BatchError};
+use crate::case::AttentionOptions;
+use crate::chains::Chains;
+use crate::geometry::HeadGeometry;
+use crate::kernels::{KernelId, LANES, SPLIT_KEYS, Tiles};
+use crate::kv::{KvLayout, RowLayout};
+
+/// A batch that cannot be planned.
+#[derive(Clone, Debug, PartialEq, Error)]
+#[non_exhaustive]
+pub enum PlanError {
+    /// An index tensor is unusable.
+    #[error(transparent)]
+    Batch(#[from] BatchError),
+    /// A sequence's query rows and keys together pass 32 bits.
+    #[error("sequence {seq} has {q_len} query rows and {kv_len} keys; together they must stay below 2^32")]
+    TooLong {
+        /// The sequence.
+        seq: usize,
+        /// Its query rows.
+        q_len: u32,
+        /// Its keys.
+        kv_len: u32,
+    },
+    /// The scale is not finite, or not in f32.
+    #[error("scale is {found}; a number that is finite in f32, times log2(e), is needed")]
+    Scale {
+        /// The scale found.
+        found: f64,
+    },
+    /// A count that the kernels keep in 32 bits is too large.
+    #[error("the batch needs {needed} {what}; at most {limit} are possible in one call")]
+    TooMany {
+        /// What is counted.
+        what: &'static str,
+        /// How many are needed.
+        needed: u64,
+        /// The largest number.
+        limit: u64,
+    },
+}
+
+/// Parameters of the attention kernels. The shader's `Params` has the same fields in the same order.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Pod, Zeroable)]
+pub(crate) struct Params {
+    pub k_rows: RowLayout,
+    pub v_rows: RowLayout,
+    pub scale_log2: f32,
+    pub causal: u32,
+    pub kv_heads: u32,
+    pub page_size: u32,
+    pub page_count: u32,
+    pub page_ids: u32,
+    pub prefill_items: u32,
+    pub prefill_groups: u32,
+    pub decode_items: u32,
+    pub decode_groups: u32,
+    pub merge_items: u32,
+    pub merge_groups: u32,
+}
+
+/// A plan that did not reach the device.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[error("the device gave no memory to write the plan of {bytes} bytes into: {message}")]
+pub struct UploadError {
+    /// Bytes of the plan.
+    pub bytes: u64,
+    /// The device's message.
+    pub message: String,
+}
+
+/// What one step's attention consists of: made once per step, used for every layer.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Plan {
+    pub(crate) params: Params,
+    pub(crate) words: Vec<u32>,
+    pub(crate) total_q: u32,
+    pub(crate) layout: KvLayout,
+    workspace_bytes: u64,
+    chains: Vec<Chains>,
+}
+
+impl Plan {
+    /// Plans attention of `batch` over a pool of `layout`.
+    pub(crate) fn new(batch: &Batch<'_>, layout: &KvLayout, options: &AttentionOptions) -> Result<Self, PlanError> {
+        batch.validate(layout.page_size(), layout.page_count())?;
+        let scale_log2 = (options.scale * std::f64::consts::LOG2_E) as f32;
+        if !scale_log2.is_finite() {
+            return Err(PlanError::Scale { found: options.scale });
+        }
+        let geometry = layout.geometry();
+        let tiles = Tiles::new(geometry);
+        let lists = WorkLists::new(batch, geometry, options, &tiles)?;
+        let kv_heads = geometry.kv_heads();
+        let groups = |items: &[Item], what| {
+            let needed = items.len() as u64 * u64::from(kv_heads);
+            count(what, needed)
+        };
+        let mut words = lists.sequences.concat();
+        let mut list = |items: &[Item]| {
+            let start = words.len() as u64;
+            words.extend(items.iter().flat_map(Item::words));
+            start
+        };
+        let starts = [list(&lists.prefill), list(&lists.decode), list(&lists.merge)];
+        let page_ids = words.len() as u64;
+        words.extend_from_slice(batch.page_ids);
+        count("plan words", words.len() as u64)?;
+        let [prefill_items, decode_items, merge_items] = starts.map(|start| start as u32);
+        let params = Params {
+            k_rows: *layout.k_rows(),
+            v_rows: *layout.v_rows(),
+            scale_log2,
+            causal: options.causal.into(),
+            kv_heads,
+            page_size: layout.page_size().get(),
+            page_count: layout.page_count(),
+            page_ids: page_ids as u32,
+            prefill_items,
+            prefill_groups: groups(&lists.prefill, "prefill workgroups")?,
+            decode_items,
+            decode_groups: groups(&lists.decode, "decode workgroups")?,
+            merge_items,
+            merge_groups: groups(&lists.merge, "merge workgroups")?,
+        };
+        Ok(Self {
+            params,
+            words,
+            total_q: batch.total_q(),
+            layout: *layout,
+            workspace_bytes: lists.states * state_bytes(&tiles),
+            chains: lists.chains,
+        })
+    }
+
+    /// Bytes of partial states that the plan needs; 0 where no sequence is split.
+    pub fn workspace_bytes(&self) -> u64 {
+        self.workspace_bytes
+    }
+
+    /// Per sequence, the rounding chains that the error bound needs.
+    pub fn chains(&self) -> &[Chains] {
+        &self.chains
+    }
+
+    /// Query rows of all sequences.
+    pub fn total_q(&self) -> u32 {
+        self.total_q
+    }
+
+    /// Workgroups of each attention kernel, in the order in which they are dispatched.
+    pub fn workgroups(&self) -> [(KernelId, u32); 3] {
+        [
+            (KernelId::Prefill, self.params.prefill_groups),
+            (KernelId::Decode, self.params.decode_groups),
+            (KernelId::Merge, self.params.merge_groups),
+        ]
+    }
+
+    /// Bytes of the step's device buffer.
+    pub fn device_bytes(&self) -> u64 {
+        PARAMS_BYTES + (self.words.len().max(1) as u64) * 4
+    }
+}
+
+/// Where the plan's words start in its device buffer: past the parameters, at the largest offset alignment that a
+/// device may ask for.
+pub(crate) const PARAMS_BYTES: u64 = 256;
+
+/// A plan on the device.
+#[derive(Clone, Debug)]
+pub struct DevicePlan {
+    pub(crate) buffer: wgpu::Buffer,
+    pub(crate) params: Params,
+    pub(crate) layout: KvLayout,
+    pub(crate) total_q: u32,
+    pub(crate) workspace_bytes: u64,
+}
+
+impl DevicePlan {
+    /// Creates one small buffer and writes the plan into it as it is made: nothing is queued, so any number of
+    /// plans may be recorded before one submit.
+    ///
+    /// # Errors
+    /// [`UploadError`] where the device has no memory, or is lost.
+    pub fn upload(device: &wgpu::Device, plan: &Plan) -> Result<Self, UploadError> {
+        let words = bytemuck::cast_slice(&plan.words);
+        let buffer = plan_buffer(device, "attention plan", bytemuck::bytes_of(&plan.params), words)?;
+        Ok(Self {
+            buffer,
+            params: plan.params,
+            layout: plan.layout,
+            total_q: plan.total_q,
+            workspace_bytes: plan.workspace_bytes,
+        })
+    }
+}
+
+/// A buffer with parameters at its start and words from [`PARAMS_BYTES`] on, written as it is made.
+pub(crate) fn plan_buffer(
+    device: &wgpu::Device,
+    label: &str,
+    params: &[u8],
+    words: &[u8],
+) -> Result<wgpu::Buffer, UploadError> {
+    let bytes = PARAMS_BYTES + (words.len() as u64).max(4);
+    let buffer = device.create_buffer(&wgpu::BufferDescriptor {
+        label: Some(label),
+        size: bytes,
+        usage: wgpu::BufferUsages::UNIFORM | wgpu::BufferUsages::STORAGE,
+        mapped_at_creation: true,
+    });
+    for (offset, part) in [(0, params), (PARAMS_BYTES, words)] {
+        if !part.is_empty() {
+            let range = offset..offset + part.len() as u64;
+            let mapped = buffer.slice(range).get_mapped_range_mut();
+            mapped.map_err(|error| UploadError { bytes, message: error.to_string() })?.copy_from_slice(part);
+        }
+    }
+    buffer.unmap();
+    Ok(buffer)
+}
+
+/// Bytes of a partial state: (m, l) in a vector of 4 f32, then the accumulator.
+fn state_bytes(tiles: &Tiles) -> u64 {
+    u64::from(1 + 2 * tiles.v_chunks) * 16
+}
+
+/// Rows and keys of a sequence that one workgroup per KV head works on.
+#[derive(Clone, Copy, Debug)]
+struct Item {
+    seq: u32,
+    first_row: u32,
+    key_begin: u32,
+    key_end: u32,
+}
+
+impl Item {
+    fn words(&self) -> [u32; 4] {
+        [self.seq, self.first_row, self.key_begin, self.key_end]
+    }
+}
+
+struct WorkLists {
+    sequences: Vec<[u32; 6]>,
+    prefill: Vec<Item>,
+    decode: Vec<Item>,
+    merge: Vec<Item>,
+    states: u64,
+    chains: Vec<Chains>,
+}
+
+impl WorkLists {
+    fn new(
+        batch: &Batch<'_>,
+        geometry: &HeadGeometry,
+        options: &AttentionOptions,
+        tiles: &Tiles,
+    ) -> Result<Self, PlanError> {
+        let group = geometry.group();
+        let rows_all = u64::from(batch.total_q()) * u64::from(geometry.q_heads());
+        count("output vectors", rows_all * u64::from(2 * tiles.qk_chunks.max(tiles.v_chunks)))?;
+        let mut lists = Self {
+            sequences: Vec::with_capacity(batch.seqs()),
+            prefill: Vec::new(),
+            decode: Vec::new(),
+            merge: Vec::new(),
+            states: 0,
+            chains: Vec::with_capacity(batch.seqs()),
+        };
+        let spans = batch.q_indptr.iter().zip(batch.q_indptr.iter().skip(1));
+        for (index, ((q_begin, q_end), (page_begin, kv_len))) in
+            spans.zip(batch.page_indptr.iter().zip(batch.kv_len)).enumerate()
+        {
+            let (seq, q_len, kv_len) = (count("sequences", index as u64)?, q_end - q_begin, *kv_len);
+            if q_len.checked_add(kv_len).and_then(|sum| sum.checked_add(1)).is_none() {
+                return Err(PlanError::TooLong { seq: index, q_len, kv_len });
+            }
+            let rows = q_len * group;
+            let decodes = Tiles::decodes(q_len, group);
+            let splits = if decodes { kv_len.div_ceil(SPLIT_KEYS).max(1) } else { 1 };
+            lists.sequences.push([*q_begin, q_len, kv_len, *page_begin, lists.states as u32, splits]);
+            lists.chains.push(tiles.chains(geometry, q_len, kv_len));
+            if decodes {
+                for split in 0..splits {
+                    let key_begin = split * SPLIT_KEYS;
+                    let key_end = kv_len.min(key_begin.saturating_add(SPLIT_KEYS));
+                    let starts = (0..rows).step_by(tiles.decode_rows as usize);
+                    lists.decode.extend(starts.map(|first_row| Item { seq, first_row, key_begin, key_end }));
+                }
+            } else {
+                let starts = (0..rows).step_by(LANES as usize);
+                lists.prefill.extend(starts.map(|first_row| {
+                    let last_token = (first_row.saturating_add(LANES - 1)).min(rows - 1) / group;
+                    let key_end = options.visible_keys(q_len, kv_len, last_token);
+                    Item { seq, first_row, key_begin: 0, key_end }
+                }));
+            }
+            if splits > 1 {
+                let starts = (0..rows).step_by(tiles.merge_rows as usize);
+                lists.merge.extend(starts.map(|first_row| Item { seq, first_row, key_begin: 0, key_end: kv_len }));
+                lists.states += u64::from(splits) * u64::from(rows) * u64::from(geometry.kv_heads());
+                count("vectors of partial states", lists.states * u64::from(1 + 2 * tiles.v_chunks))?;
+            }
+        }
+        // Heavy work first; the sort is stable, so the order is the same on every machine.
+        lists.prefill.sort_by_key(|item| std::cmp::Reverse(item.key_end));
+        Ok(lists)
+    }
+}
+
+/// A count that the kernels keep in 32 bits.
+fn count(what: &'static str, needed: u64) -> Result<u32, PlanError> {
+    u32::try_from(needed).map_err(|_| PlanError::TooMany { what, needed, limit: u32::MAX.into() })
+}

@@ -1,0 +1,63 @@
+//! What a run reports about itself: completed workgroups and error bits.
+
+use thiserror::Error;
+
+/// Bytes of the status words: completed workgroups, error bits.
+pub const STATUS_BYTES: u64 = 8;
+
+/// Set by a kernel that met a page id outside the pool. The host checks the ids before; this is the second line.
+const ERROR_PAGE_ID: u32 = 1;
+
+/// A run whose result must not be used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum StatusError {
+    /// Fewer (or more) workgroups came to their end than were dispatched: a launch was dropped or cut short, or
+    /// commands were recorded that were not counted.
+    #[error("{found} workgroups came to their end; {needed} were dispatched")]
+    Incomplete {
+        /// Workgroups counted by the kernels.
+        found: u32,
+        /// Workgroups dispatched.
+        needed: u32,
+    },
+    /// A kernel met a page id outside the pool.
+    #[error("a kernel met a page id outside the pool (error bits {bits:#x})")]
+    PageId {
+        /// All error bits.
+        bits: u32,
+    },
+}
+
+/// The words of a status buffer, as read back.
+///
+/// They accumulate over all calls that were encoded with the same buffer since it was created; the count wraps.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Status {
+    /// Workgroups that came to their end.
+    pub completed: u32,
+    /// Error bits.
+    pub errors: u32,
+}
+
+impl Status {
+    /// The words in the order in which they lie in the buffer.
+    pub fn from_words([completed, errors]: [u32; 2]) -> Self {
+        Self { completed, errors }
+    }
+
+    /// Whether all went well, for `dispatched` workgroups in all (the sum of [`crate::Call::workgroups`] and
+    /// [`crate::AppendCall::workgroups`] over what was submitted, wrapping).
+    ///
+    /// # Errors
+    /// [`StatusError`].
+    pub fn check(self, dispatched: u32) -> Result<(), StatusError> {
+        if self.errors & ERROR_PAGE_ID != 0 {
+            return Err(StatusError::PageId { bits: self.errors });
+        }
+        if self.completed != dispatched {
+            return Err(StatusError::Incomplete { found: self.completed, needed: dispatched });
+        }
+        Ok(())
+    }
+}
