@@ -107,29 +107,16 @@ fn fault_02_a_true_infinity_as_running_maximum() {
     let Some(gpu) = gpu() else { return };
     // What a constant may not be, a uniform value can.
     const MINUS_INFINITY: &str = "bitcast<f32>(0xff800000u + params.causal - params.causal)";
-    let edits = |kernel| {
-        vec![
-            edit(kernel, "const EMPTY_ROW = RowState(NO_SCORE, 0.0);", ""),
-            edit(kernel, "EMPTY_ROW", "RowState(NO_SCORE, 0.0)"),
-            edit(kernel, "const NO_SCORE = -8.507059173023462e37;", ""),
-            edit(kernel, "NO_SCORE", MINUS_INFINITY),
-            edit(kernel, "select(exp2(s - m), 1.0, s == m)", "exp2(s - m)"),
-        ]
-    };
+    let kernel = KernelId::Prefill;
+    let edits = [
+        edit(kernel, "const EMPTY_ROW = RowState(NO_SCORE, 0.0);", ""),
+        edit(kernel, "EMPTY_ROW", "RowState(NO_SCORE, 0.0)"),
+        edit(kernel, "const NO_SCORE = -8.507059173023462e37;", ""),
+        edit(kernel, "NO_SCORE", MINUS_INFINITY),
+        edit(kernel, "select(exp2(s - m), 1.0, s == m)", "exp2(s - m)"),
+    ];
     // The first rows see no key.
-    let spec = CaseSpec::new("faults/02", HEADS, [(40, 30)]).causal(true);
-    noticed(gpu, "02 prefill", &spec, &edits(KernelId::Prefill));
-    // A row that sees no key of the second split, in kernels that do not ask whether a state is empty.
-    let spec = CaseSpec::new("faults/02", HEADS, [(3, SPLIT_KEYS + 2)]).causal(true);
-    let mut edits = edits(KernelId::Merge);
-    edits.push(edit(KernelId::Merge, "if has_seen(part) {", "{"));
-    edits.push(edit(
-        KernelId::Merge,
-        "let part = load_partial_state(index);",
-        "var part = load_partial_state(index); if part.l == 0.0 { part.m = NO_SCORE; }",
-    ));
-    edits.rotate_right(2);
-    noticed(gpu, "02 merge", &spec, &edits);
+    noticed(gpu, "02", &CaseSpec::new("faults/02", HEADS, [(40, 30)]).causal(true), &edits);
 }
 
 #[test]
@@ -186,10 +173,11 @@ fn fault_07_blanking_by_multiplying_with_zero() {
     let Some(gpu) = gpu() else { return };
     // The runner fills the padding of rows with NaN. Dimension 5: three elements of it in every row.
     let heads = Heads::new(2, 2, 5);
+    // (Drivers turn a product with a constant zero into that zero; this one they cannot see.)
     let edits = shared(
         "return select(vec4<u32>(0u), words, vec4<u32>(first) + vec4<u32>(0u, 1u, 2u, 3u) < vec4<u32>(dim));",
-        "return bitcast<vec4<u32>>(bitcast<vec4<f32>>(words) * select(vec4<f32>(0.0), vec4<f32>(1.0), \
-         vec4<u32>(first) + vec4<u32>(0u, 1u, 2u, 3u) < vec4<u32>(dim)));",
+        "let owned = vec4<f32>(f32(dim) - f32(first + params.causal)) - vec4<f32>(0.0, 1.0, 2.0, 3.0); \
+         return bitcast<vec4<u32>>(bitcast<vec4<f32>>(words) * clamp(owned, vec4<f32>(0.0), vec4<f32>(1.0)));",
     );
     for lengths in [(40, 40), (1, 40)] {
         noticed(gpu, "07", &CaseSpec::new("faults/07", heads, [lengths]), &edits);
@@ -255,11 +243,11 @@ fn fault_12_more_workgroups_than_an_axis_holds() {
     assert_eq!(difference(&folded, &gpu.run(&case, &options).unwrap()), None);
     judge(&case, &folded).unwrap();
     let from = "return group.x + groups.x * (group.y + groups.y * group.z);";
-    for (kernel, to) in ATTENTION
-        .into_iter()
-        .take(2)
-        .flat_map(|k| [(k, "return group.x;"), (k, "return group.x + groups.x * group.y;")])
-    {
+    for (kernel, to) in [
+        (KernelId::Prefill, "return group.x;"),
+        (KernelId::Decode, "return group.x;"),
+        (KernelId::Decode, "return group.x + groups.x * group.y;"),
+    ] {
         let mutant = run_edited(&mut limited(7), &case, &options, &[edit(kernel, from, to)]);
         assert!(mutant.and_then(|output| judge(&case, &output).map_err(RunError::Failed)).is_err());
     }
@@ -448,11 +436,11 @@ fn fault_22_a_launch_that_is_dropped() {
         assert!(matches!(error, RunError::Status(StatusError::Incomplete { needed: 1.., .. })), "{error}");
     }
     // A pool that the device cannot bind is an error with the numbers, not a log line.
-    let spec = prefill("22");
+    let spec = prefill("22").paged(Pool::new(4).times(20));
     let limits = gpu.fresh_runner().device().limits();
-    let limits = wgpu::Limits { max_storage_buffer_binding_size: 4096, ..limits };
+    let limits = wgpu::Limits { max_storage_buffer_binding_size: 8192, ..limits };
     let error = gpu.limited_runner(limits).run(&build(&spec).unwrap(), &run_options(&spec)).unwrap_err();
-    assert!(matches!(error, RunError::Layout(LayoutError::Binding { found: 4096, needed: 4097.. })), "{error}");
+    assert!(matches!(error, RunError::Layout(LayoutError::Binding { found: 8192, needed: 8193.. })), "{error}");
 }
 
 /// A page id outside the pool, past the host's checks: the kernel does not follow it, and says so.
