@@ -8,12 +8,14 @@
 // Which lane takes which key depends on the key's place in its split alone: a row's bits do not depend on keys
 // that it does not see.
 //
-// Workgroup memory: 16 * DECODE_ROWS * QK_VECS + 4 * SCORES + 4 * SPLIT_KEYS + 8 * LANES bytes
-// (`Tiles::decode_bytes`), SCORES = max(DECODE_ROWS * SPLIT_KEYS, 8 * LANES).
-// Preconditions: see lib/attention.wgsl. SPLIT_KEYS is a multiple of LANES, DECODE_ROWS <= ROW_SLOTS, a power of
-// two, PARTS = LANES / ROW_SLOTS, V_CHUNKS <= LANES (`Tiles::new`).
+// Lines between `//each x COUNT` and `//end` are repeated by the host: see prefill.wgsl.
+//
+// Workgroup memory: 32 * DECODE_ROWS * QK_CHUNKS + 4 * SCORES + 4 * SPLIT_KEYS + 8 * LANES bytes
+// (`Tiles::decode_bytes`).
+// Preconditions: see lib/attention.wgsl, and `Tiles::new`: SPLIT_KEYS is a multiple of LANES; SCORES is at least
+// DECODE_ROWS * SPLIT_KEYS and at least 8 * LANES; PARTS * DECODE_ROWS <= LANES; V_CHUNKS <= LANES.
 
-var<workgroup> q_tile: array<vec4<f32>, DECODE_ROWS * QK_VECS>;
+var<workgroup> q_tile: array<Chunk, DECODE_ROWS * QK_CHUNKS>;
 // Scores, then weights, [DECODE_ROWS, SPLIT_KEYS]; at the end partial sums of the accumulators.
 var<workgroup> scores: array<f32, SCORES>;
 // Where the split's value rows start.
@@ -44,32 +46,33 @@ fn decode(
             let query = query_row(seq, item.kv_head, item.first_row + i / QK_CHUNKS);
             chunk = scaled(load_q(query, i % QK_CHUNKS), params.scale_log2);
         }
-        q_tile[2u * i] = chunk.lo;
-        q_tile[2u * i + 1u] = chunk.hi;
+        q_tile[i] = chunk;
     }
     workgroupBarrier();
 
     // Scores, a lane per key.
-    for (var key = lane; key < SPLIT_KEYS; key += LANES) {
-        var s: array<f32, DECODE_ROWS>;
-        for (var r = 0u; r < DECODE_ROWS; r++) {
-            s[r] = 0.0;
+    for (var key = lane; key < keys; key += LANES) {
+        let page = checked_page(plan[page_entry(seq, item.key_begin + key)]);
+        let slot = (item.key_begin + key) % params.page_size;
+        if !page.exists {
+            report_error(ERROR_PAGE_ID);
         }
-        v_rows[key] = NO_ROW;
-        if key < keys {
-            let key_row = key_row_offsets(seq, item.kv_head, item.key_begin + key);
-            v_rows[key] = key_row.y;
+        let k_row = row_offset(params.k_rows, page.id, item.kv_head, slot);
+        v_rows[key] = select(NO_ROW, row_offset(params.v_rows, page.id, item.kv_head, slot), page.exists);
+        //each r DECODE_ROWS
+        var s_$r = 0.0;
+        //end
+        if page.exists {
             for (var c = 0u; c < QK_CHUNKS; c++) {
-                let k = load_kv(key_row.x, c, HEAD_DIM);
-                for (var r = 0u; r < DECODE_ROWS; r++) {
-                    let q = r * QK_VECS + 2u * c;
-                    s[r] += dot(q_tile[q], k.lo) + dot(q_tile[q + 1u], k.hi);
-                }
+                let k = load_kv(k_row, c, HEAD_DIM);
+                //each r DECODE_ROWS
+                s_$r = dot_chunk(q_tile[$ru * QK_CHUNKS + c], k, s_$r);
+                //end
             }
         }
-        for (var r = 0u; r < DECODE_ROWS; r++) {
-            scores[r * SPLIT_KEYS + key] = s[r];
-        }
+        //each r DECODE_ROWS
+        scores[$ru * SPLIT_KEYS + key] = s_$r;
+        //end
     }
     workgroupBarrier();
 
@@ -90,7 +93,7 @@ fn decode(
     }
     var sum = 0.0;
     if owns_row {
-        for (var key = part; key < SPLIT_KEYS; key += PARTS) {
+        for (var key = part; key < keys; key += PARTS) {
             var p = 0.0;
             if key < row_keys {
                 p = weight(scores[row * SPLIT_KEYS + key], highest);
@@ -102,62 +105,64 @@ fn decode(
     part_sum[lane] = sum;
     workgroupBarrier();
 
-    // Weighted values: lane = (key stream, chunk).
-    var acc: array<Chunk, DECODE_ROWS>;
-    for (var r = 0u; r < DECODE_ROWS; r++) {
-        acc[r] = ZERO_CHUNK;
-    }
+    // Weighted values: lane = (key stream, chunk). A row past the last has scores of zero for weights.
+    //each r DECODE_ROWS
+    var acc_$r = ZERO_CHUNK;
+    //end
     let chunk = lane % V_CHUNKS;
     if lane < KEY_STREAMS * V_CHUNKS {
         for (var key = lane / V_CHUNKS; key < keys; key += KEY_STREAMS) {
-            let v = load_kv(v_rows[key], chunk, V_HEAD_DIM);
-            for (var r = 0u; r < DECODE_ROWS; r++) {
-                let p = vec4<f32>(scores[r * SPLIT_KEYS + key]);
-                acc[r].lo = fma(p, v.lo, acc[r].lo);
-                acc[r].hi = fma(p, v.hi, acc[r].hi);
+            if v_rows[key] != NO_ROW {
+                let v = load_kv(v_rows[key], chunk, V_HEAD_DIM);
+                //each r DECODE_ROWS
+                acc_$r = fma_chunk(scores[$ru * SPLIT_KEYS + key], v, acc_$r);
+                //end
             }
         }
     }
 
-    // Join the key streams, as many rows at a time as fit, and write.
-    for (var first = 0u; first < DECODE_ROWS; first += JOIN_ROWS) {
-        workgroupBarrier();
-        for (var r = 0u; r < JOIN_ROWS && first + r < DECODE_ROWS; r++) {
-            let word = (r * LANES + lane) * 8u;
-            let sum = acc[first + r];
-            scores[word] = sum.lo.x;
-            scores[word + 1u] = sum.lo.y;
-            scores[word + 2u] = sum.lo.z;
-            scores[word + 3u] = sum.lo.w;
-            scores[word + 4u] = sum.hi.x;
-            scores[word + 5u] = sum.hi.y;
-            scores[word + 6u] = sum.hi.z;
-            scores[word + 7u] = sum.hi.w;
-        }
-        workgroupBarrier();
-        for (var i = lane; i < JOIN_ROWS * V_CHUNKS; i += LANES) {
-            let r = first + i / V_CHUNKS;
-            if r < rows {
-                var total = ZERO_CHUNK;
-                for (var stream = 0u; stream < KEY_STREAMS; stream++) {
-                    let word = (i / V_CHUNKS * LANES + stream * V_CHUNKS + i % V_CHUNKS) * 8u;
-                    total.lo += vec4<f32>(scores[word], scores[word + 1u], scores[word + 2u], scores[word + 3u]);
-                    total.hi += vec4<f32>(scores[word + 4u], scores[word + 5u], scores[word + 6u], scores[word + 7u]);
-                }
-                var state = EMPTY_ROW;
-                for (var p = 0u; p < PARTS; p++) {
-                    state.m = max(state.m, part_max[r * PARTS + p]);
-                    state.l += part_sum[r * PARTS + p];
-                }
-                finish_split(seq, item, r, i % V_CHUNKS, total, state);
-            }
-        }
+    // Join the key streams, row by row, and write.
+    //each r DECODE_ROWS
+    workgroupBarrier();
+    store_stream(lane, acc_$r);
+    workgroupBarrier();
+    if lane < V_CHUNKS && $ru < rows {
+        finish_split(seq, item, $ru, lane, joined_streams(lane));
     }
+    //end
     report_done(lane);
 }
 
+// The scores are spent; their memory passes the lanes' accumulators of one row.
+fn store_stream(lane: u32, acc: Chunk) {
+    let word = lane * 8u;
+    scores[word] = acc.lo.x;
+    scores[word + 1u] = acc.lo.y;
+    scores[word + 2u] = acc.lo.z;
+    scores[word + 3u] = acc.lo.w;
+    scores[word + 4u] = acc.hi.x;
+    scores[word + 5u] = acc.hi.y;
+    scores[word + 6u] = acc.hi.z;
+    scores[word + 7u] = acc.hi.w;
+}
+
+fn joined_streams(chunk: u32) -> Chunk {
+    var total = ZERO_CHUNK;
+    for (var stream = 0u; stream < KEY_STREAMS; stream++) {
+        let word = (stream * V_CHUNKS + chunk) * 8u;
+        total.lo += vec4<f32>(scores[word], scores[word + 1u], scores[word + 2u], scores[word + 3u]);
+        total.hi += vec4<f32>(scores[word + 4u], scores[word + 5u], scores[word + 6u], scores[word + 7u]);
+    }
+    return total;
+}
+
 // One chunk of a row: the result where the keys were not split, else its share of the split's partial state.
-fn finish_split(seq: Sequence, item: WorkItem, r: u32, chunk: u32, acc: Chunk, state: RowState) {
+fn finish_split(seq: Sequence, item: WorkItem, r: u32, chunk: u32, acc: Chunk) {
+    var state = EMPTY_ROW;
+    for (var p = 0u; p < PARTS; p++) {
+        state.m = max(state.m, part_max[r * PARTS + p]);
+        state.l += part_sum[r * PARTS + p];
+    }
     let row = item.first_row + r;
     if seq.splits == 1u {
         let query = query_row(seq, item.kv_head, row);

@@ -24,15 +24,14 @@ fn merge(
         var state = EMPTY_ROW;
         var acc = ZERO_CHUNK;
         for (var split = 0u; split < seq.splits; split++) {
-            let vector = partial_state(seq, split, item.kv_head, row) * (V_VECS + 1u);
-            let part = RowState(partials[vector].x, partials[vector].y);
+            let index = partial_state(seq, split, item.kv_head, row);
+            let part = load_partial_state(index);
             if has_seen(part) {
                 let m = max(state.m, part.m);
                 let kept = weight(state.m, m);
                 let added = weight(part.m, m);
                 state = RowState(m, fma(state.l, kept, part.l * added));
-                acc.lo = fma(acc.lo, vec4<f32>(kept), partials[vector + 1u + 2u * chunk] * added);
-                acc.hi = fma(acc.hi, vec4<f32>(kept), partials[vector + 2u + 2u * chunk] * added);
+                acc = fma_chunk(kept, acc, scaled(load_partial_chunk(index, chunk), added));
             }
         }
         let query = query_row(seq, item.kv_head, row);

@@ -5,7 +5,7 @@ use thiserror::Error;
 use crate::batch::Batch;
 use crate::case::AttentionOptions;
 use crate::geometry::Dtype;
-use crate::kernels::{BuildError, KernelConfig, KernelId, Kernels, fold_grid};
+use crate::kernels::{BuildError, KernelConfig, KernelId, Kernels, Processor, fold_grid};
 use crate::kv::KvLayout;
 use crate::plan::{DevicePlan, PARAMS_BYTES, Params, Plan, PlanError};
 use crate::status::STATUS_BYTES;
@@ -24,9 +24,9 @@ pub struct AttentionConfig {
 }
 
 impl AttentionConfig {
-    /// What the kernels for this configuration are specialised for.
-    pub fn kernels(&self) -> KernelConfig {
-        KernelConfig { geometry: *self.layout.geometry(), q: self.q, kv: self.layout.dtype(), out: self.out }
+    /// What the kernels for this configuration are specialised for, on a given processor.
+    pub fn kernels(&self, processor: Processor) -> KernelConfig {
+        KernelConfig { geometry: *self.layout.geometry(), q: self.q, kv: self.layout.dtype(), out: self.out, processor }
     }
 }
 
@@ -148,12 +148,16 @@ pub struct Attention {
 }
 
 impl Attention {
-    /// Compiles the kernels on `device`.
+    /// Compiles the kernels on `device`, which was opened on `adapter`.
     ///
     /// # Errors
     /// As [`Kernels::new`].
-    pub async fn new(device: &wgpu::Device, config: &AttentionConfig) -> Result<Self, BuildError> {
-        Self::with_kernels(Kernels::new(device, &config.kernels()).await?, config)
+    pub async fn new(
+        device: &wgpu::Device,
+        adapter: &wgpu::AdapterInfo,
+        config: &AttentionConfig,
+    ) -> Result<Self, BuildError> {
+        Self::with_kernels(Kernels::new(device, &config.kernels(Processor::of(adapter))).await?, config)
     }
 
     /// Uses kernels that were compiled before: pools of other sizes, pages, scales and masks share them.
@@ -161,7 +165,7 @@ impl Attention {
     /// # Errors
     /// [`BuildError::OtherConfig`] if they were compiled for other dimensions or types.
     pub fn with_kernels(kernels: Kernels, config: &AttentionConfig) -> Result<Self, BuildError> {
-        let needed = config.kernels();
+        let needed = config.kernels(kernels.config().processor);
         if kernels.config().pipeline_key() != needed.pipeline_key() {
             return Err(BuildError::OtherConfig { found: Box::new(*kernels.config()), needed: Box::new(needed) });
         }
@@ -183,7 +187,7 @@ impl Attention {
     /// # Errors
     /// [`PlanError`], with the numbers found and needed.
     pub fn plan(&self, batch: &Batch<'_>) -> Result<Plan, PlanError> {
-        Plan::new(batch, &self.config.layout, &self.config.options)
+        Plan::new(batch, &self.config.layout, &self.config.options, &self.kernels.config().tiles())
     }
 
     /// Binds a plan to one layer's buffers. A call stays valid as long as its buffers and may be recorded any

@@ -1,7 +1,10 @@
 //! One attention problem on the host, validated: what the reference, the runner and the verifier share.
 
+use std::f64::consts::LOG2_E;
+
 use thiserror::Error;
 
+use crate::batch::{Batch, BatchError, check_indptr};
 use crate::geometry::{GeometryError, HeadGeometry, PageSize};
 use crate::tensor::Tensor;
 
@@ -117,7 +120,7 @@ pub enum CaseError {
     },
     /// An index tensor (`q_indptr`, `kv_indptr`, `page_indptr`, `page_ids`, `kv_len`) is unusable.
     #[error(transparent)]
-    Batch(#[from] crate::batch::BatchError),
+    Batch(#[from] BatchError),
     /// An owned element is NaN or infinite.
     #[error("`{tensor}` holds {value} at {index:?}; owned values must be finite")]
     NotFinite {
@@ -142,7 +145,44 @@ pub enum CaseError {
         key: usize,
         /// The magnitude found.
         found: f64,
+        /// The largest supported magnitude: [`SCORE_LOG2_MAX`] in natural units, less room for rounding.
+        limit: f64,
+    },
+    /// A dot product may overflow before the scale makes it smaller.
+    #[error(
+        "query row {row}, head {head}: sum |q_i k_i| for key {key} of its sequence reaches {found:.4e}; \
+         at most {limit:.4e} is supported"
+    )]
+    DotRange {
+        /// Packed query row.
+        row: usize,
+        /// Query head.
+        head: usize,
+        /// Key position in the row's sequence.
+        key: usize,
+        /// The sum found.
+        found: f64,
+        /// The largest supported sum: `f32::MAX`, less room for rounding.
+        limit: f64,
+    },
+    /// A query may overflow where a kernel scales it before the dot product.
+    #[error("query row {row}, head {head}: |scale| * max |q_i| is {found:.4e}; at most {limit:.4e} is supported")]
+    ScaledQueryRange {
+        /// Packed query row.
+        row: usize,
+        /// Query head.
+        head: usize,
+        /// The magnitude found.
+        found: f64,
         /// The largest supported magnitude.
+        limit: f64,
+    },
+    /// The scale is finite, but not as the f32 that the kernels multiply by.
+    #[error("scale is {found:.4e}; at most {limit:.4e} in magnitude is supported")]
+    ScaleRange {
+        /// The scale found.
+        found: f64,
+        /// The largest supported magnitude: `f32::MAX / log2(e)`, less room for rounding.
         limit: f64,
     },
 }
@@ -224,8 +264,271 @@ fn width(ends: &[u32]) -> u32 {
     }
 }
 
+/// One sequence's keys and values, gathered from wherever they lie.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SequenceKv {
+    kv_len: usize,
+    head_dim: usize,
+    v_head_dim: usize,
+    k: Vec<f32>,
+    v: Vec<f32>,
+}
+
+impl SequenceKv {
+    /// Tokens of the sequence.
+    pub fn kv_len(&self) -> usize {
+        self.kv_len
+    }
+
+    /// Keys `[kv_len, head_dim]` of one KV head; empty for a head that does not exist.
+    pub fn k(&self, kv_head: usize) -> &[f32] {
+        head_rows(&self.k, kv_head, self.kv_len * self.head_dim)
+    }
+
+    /// Values `[kv_len, v_head_dim]` of one KV head; empty for a head that does not exist.
+    pub fn v(&self, kv_head: usize) -> &[f32] {
+        head_rows(&self.v, kv_head, self.kv_len * self.v_head_dim)
+    }
+}
+
+fn head_rows(rows: &[f32], head: usize, len: usize) -> &[f32] {
+    head.checked_mul(len).and_then(|start| rows.get(start..start + len)).unwrap_or(&[])
+}
+
+/// Room for the roundings of f32 sums: what is checked in exact arithmetic must stay in range in f32 as well,
+/// where a chain of 2 * 256 roundings of 2^-23 each adds less than 2^-13.
+const ROUNDING_ROOM: f64 = 1.0 + 1.0 / 4096.0;
+
 impl Case {
+    /// Keys and values of sequence `seq` as f32, one KV head after the other; only slots that the sequence owns.
+    /// `None` if there is no such sequence.
+    pub fn sequence_kv(&self, seq: usize) -> Option<SequenceKv> {
+        let rows = self.owned_rows(seq)?;
+        let (k, v) = match &self.kv {
+            KvSource::Contiguous { k, v, .. } => (k, v),
+            KvSource::Paged { k_pages, v_pages, .. } => (k_pages, v_pages),
+        };
+        let kv_heads = self.geometry.kv_heads() as usize;
+        let gather = |tensor: &Tensor, dim: usize| {
+            let mut out = Vec::with_capacity(rows.len() * kv_heads * dim);
+            for head in 0..kv_heads {
+                for row in &rows {
+                    tensor.extend_f32((row * kv_heads + head) * dim, dim, &mut out)?;
+                }
+            }
+            Some(out)
+        };
+        let (head_dim, v_head_dim) = (self.geometry.head_dim() as usize, self.geometry.v_head_dim() as usize);
+        Some(SequenceKv {
+            kv_len: rows.len(),
+            head_dim,
+            v_head_dim,
+            k: gather(k, head_dim)?,
+            v: gather(v, v_head_dim)?,
+        })
+    }
+
+    /// Where the tokens of sequence `seq` lie: rows of the contiguous tensors, or `page * page_size + slot`.
+    fn owned_rows(&self, seq: usize) -> Option<Vec<usize>> {
+        match &self.kv {
+            KvSource::Contiguous { kv_indptr, .. } => {
+                let (start, end) = (*kv_indptr.get(seq)?, *kv_indptr.get(seq + 1)?);
+                Some((start as usize..end as usize).collect())
+            }
+            KvSource::Paged { page_indptr, page_ids, kv_len, .. } => {
+                let (start, end) = (*page_indptr.get(seq)? as usize, *page_indptr.get(seq + 1)? as usize);
+                let page_size = self.page_size()?.get() as usize;
+                let slots = page_ids.get(start..end)?.iter().flat_map(|page| {
+                    let first = *page as usize * page_size;
+                    first..first + page_size
+                });
+                Some(slots.take(*kv_len.get(seq)? as usize).collect())
+            }
+        }
+    }
+
     fn validate(&self) -> Result<(), CaseError> {
+        let scale = self.options.scale;
+        if !scale.is_finite() {
+            return Err(GeometryError::Scale { found: scale }.into());
+        }
+        let scale_max = f64::from(f32::MAX) / LOG2_E / ROUNDING_ROOM;
+        if scale.abs() > scale_max {
+            return Err(CaseError::ScaleRange { found: scale, limit: scale_max });
+        }
+        self.validate_shapes()?;
+        self.validate_finite()?;
+        self.validate_range()
+    }
+
+    fn validate_shapes(&self) -> Result<(), CaseError> {
+        let geometry = &self.geometry;
+        let (q_heads, kv_heads) = (geometry.q_heads() as usize, geometry.kv_heads() as usize);
+        let (head_dim, v_head_dim) = (geometry.head_dim() as usize, geometry.v_head_dim() as usize);
+        let shape = |tensor: &'static str, found: &Tensor, needed: String| CaseError::Shape {
+            tensor,
+            found: found.shape().to_vec(),
+            needed,
+        };
+        let total_q = match *self.q.shape() {
+            [rows, heads, dim] if heads == q_heads && dim == head_dim => rows,
+            _ => return Err(shape("q", &self.q, format!("[total_q, {q_heads}, {head_dim}]"))),
+        };
+        check_indptr("q_indptr", &self.q_indptr, total_q)?;
+        let same_dtype = |tensor: &'static str, k: &Tensor, v: &Tensor| {
+            if k.dtype() == v.dtype() {
+                Ok(())
+            } else {
+                Err(CaseError::KvDtype { tensor, found: v.dtype(), needed: k.dtype() })
+            }
+        };
+        match &self.kv {
+            KvSource::Contiguous { k, v, kv_indptr } => {
+                let total_kv = match *k.shape() {
+                    [rows, heads, dim] if heads == kv_heads && dim == head_dim => rows,
+                    _ => return Err(shape("k", k, format!("[total_kv, {kv_heads}, {head_dim}]"))),
+                };
+                if *v.shape() != [total_kv, kv_heads, v_head_dim] {
+                    return Err(shape("v", v, format!("[{total_kv}, {kv_heads}, {v_head_dim}]")));
+                }
+                same_dtype("v", k, v)?;
+                check_indptr("kv_indptr", kv_indptr, total_kv)?;
+                if kv_indptr.len() != self.q_indptr.len() {
+                    return Err(CaseError::Batch(BatchError::Length {
+                        tensor: "kv_indptr",
+                        found: kv_indptr.len(),
+                        needed: self.q_indptr.len(),
+                        why: "as many as `q_indptr` has",
+                    }));
+                }
+            }
+            KvSource::Paged { k_pages, v_pages, page_indptr, page_ids, kv_len } => {
+                let (pages, tokens) = match *k_pages.shape() {
+                    [pages, tokens, heads, dim] if heads == kv_heads && dim == head_dim => (pages, tokens),
+                    _ => {
+                        let needed = format!("[pages, page_size, {kv_heads}, {head_dim}]");
+                        return Err(shape("k_pages", k_pages, needed));
+                    }
+                };
+                if *v_pages.shape() != [pages, tokens, kv_heads, v_head_dim] {
+                    let needed = format!("[{pages}, {tokens}, {kv_heads}, {v_head_dim}]");
+                    return Err(shape("v_pages", v_pages, needed));
+                }
+                same_dtype("v_pages", k_pages, v_pages)?;
+                let (Ok(page_count), Ok(tokens)) = (u32::try_from(pages), u32::try_from(tokens)) else {
+                    let needed = format!("at most {} pages of at most as many tokens", u32::MAX);
+                    return Err(shape("k_pages", k_pages, needed));
+                };
+                let page_size = PageSize::new(tokens)?;
+                let batch = Batch { q_indptr: &self.q_indptr, page_indptr, page_ids, kv_len };
+                batch.validate(page_size, page_count)?;
+            }
+        }
         Ok(())
     }
+
+    fn validate_finite(&self) -> Result<(), CaseError> {
+        let all = |tensor: &Tensor| 0..tensor.shape().first().copied().unwrap_or(0);
+        check_finite("q", &self.q, all(&self.q))?;
+        match &self.kv {
+            KvSource::Contiguous { k, v, .. } => {
+                check_finite("k", k, all(k))?;
+                check_finite("v", v, all(v))
+            }
+            KvSource::Paged { k_pages, v_pages, .. } => {
+                // Sequences may share pages: every slot is looked at once.
+                let mut rows: Vec<usize> = (0..self.seqs()).filter_map(|seq| self.owned_rows(seq)).flatten().collect();
+                rows.sort_unstable();
+                rows.dedup();
+                check_finite("k_pages", k_pages, rows.iter().copied())?;
+                check_finite("v_pages", v_pages, rows.iter().copied())
+            }
+        }
+    }
+
+    /// Whether all scores stay in range, be the scale applied to `q` beforehand or to `q . k` afterwards.
+    ///
+    /// The kernels mask structurally and so may compute the score of a key that a row does not see: all keys of a
+    /// row's sequence are checked.
+    fn validate_range(&self) -> Result<(), CaseError> {
+        let (q_heads, head_dim) = (self.geometry.q_heads() as usize, self.geometry.head_dim() as usize);
+        let group = self.geometry.group() as usize;
+        let scale = self.options.scale.abs();
+        let dot_max = f64::from(f32::MAX) / ROUNDING_ROOM;
+        let score_max = SCORE_LOG2_MAX / LOG2_E / ROUNDING_ROOM;
+        let q = self.q.to_f32();
+        let mut rows = q.chunks_exact(head_dim * q_heads).enumerate();
+        for (seq, (q_len, kv_len)) in self.lengths().into_iter().enumerate() {
+            if q_len == 0 {
+                continue;
+            }
+            let Some(kv) = self.sequence_kv(seq).filter(|_| kv_len > 0) else {
+                // No score is computed, but the row is still scaled.
+                for (row, q) in rows.by_ref().take(q_len as usize) {
+                    check_scaled_query(scale, row, q, head_dim)?;
+                }
+                continue;
+            };
+            let key_norm_max: Vec<f64> = (0..self.geometry.kv_heads() as usize)
+                .map(|head| kv.k(head).chunks_exact(head_dim).map(norm).fold(0.0, f64::max))
+                .collect();
+            for (row, q) in rows.by_ref().take(q_len as usize) {
+                check_scaled_query(scale, row, q, head_dim)?;
+                for (head, q) in q.chunks_exact(head_dim).enumerate() {
+                    // Cauchy-Schwarz: sum |q_i k_i| <= |q| |k|. Nearly every row passes here.
+                    let dot = norm(q) * key_norm_max.get(head / group).copied().unwrap_or(0.0);
+                    if dot <= dot_max && scale * dot <= score_max {
+                        continue;
+                    }
+                    for (key, k) in kv.k(head / group).chunks_exact(head_dim).enumerate() {
+                        let dot: f64 = q.iter().zip(k).map(|(q, k)| (f64::from(*q) * f64::from(*k)).abs()).sum();
+                        if dot > dot_max {
+                            return Err(CaseError::DotRange { row, head, key, found: dot, limit: dot_max });
+                        }
+                        if scale * dot > score_max {
+                            return Err(CaseError::ScoreRange { row, head, key, found: scale * dot, limit: score_max });
+                        }
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+fn norm(row: &[f32]) -> f64 {
+    row.iter().map(|x| f64::from(*x) * f64::from(*x)).sum::<f64>().sqrt()
+}
+
+/// `q`, one row of all heads, must stay finite where a kernel scales it first.
+fn check_scaled_query(scale: f64, row: usize, q: &[f32], head_dim: usize) -> Result<(), CaseError> {
+    let limit = f64::from(f32::MAX) / LOG2_E / ROUNDING_ROOM;
+    for (head, q) in q.chunks_exact(head_dim).enumerate() {
+        let found = q.iter().fold(0.0, |max: f32, x| max.max(x.abs()));
+        if scale * f64::from(found) > limit {
+            return Err(CaseError::ScaledQueryRange { row, head, found: scale * f64::from(found), limit });
+        }
+    }
+    Ok(())
+}
+
+/// Checks rows of a tensor, a row being everything under the first axis or, for four axes, the first two.
+fn check_finite(name: &'static str, tensor: &Tensor, rows: impl Iterator<Item = usize>) -> Result<(), CaseError> {
+    let shape = tensor.shape();
+    let width: usize = shape.iter().skip(shape.len().saturating_sub(2)).product();
+    let mut values = Vec::with_capacity(width);
+    for row in rows {
+        values.clear();
+        // The shapes have been checked, so that the row is there.
+        let _ = tensor.extend_f32(row * width, width, &mut values);
+        if let Some((at, value)) = values.iter().copied().enumerate().find(|(_, x)| !x.is_finite()) {
+            let mut index = vec![0; shape.len()];
+            let mut rest = row * width + at;
+            for (index, dim) in index.iter_mut().zip(shape).rev() {
+                (*index, rest) = (rest % dim, rest / dim);
+            }
+            return Err(CaseError::NotFinite { tensor: name, index, value });
+        }
+    }
+    Ok(())
 }

@@ -17,7 +17,7 @@ mod verify;
 
 pub use attention::{Attention, AttentionConfig, AttentionIo, BindError, Call, Workspace};
 pub use batch::{Batch, BatchError};
-pub use case::{AttentionOptions, Case, CaseError, KvSource, SCORE_LOG2_MAX};
+pub use case::{AttentionOptions, Case, CaseError, KvSource, SCORE_LOG2_MAX, SequenceKv};
 pub use chains::Chains;
 pub use geometry::{Dtype, GeometryError, HEAD_DIM_MAX, HeadGeometry, PageSize, ROW_ALIGN, padded_dim};
 pub use kernels::{BuildError, KernelConfig, Kernels};
@@ -26,5 +26,6 @@ pub use plan::{DevicePlan, Plan, PlanError, UploadError};
 pub use runner::{KernelUse, Output, RunError, RunOptions, Runner};
 pub use status::{STATUS_BYTES, Status, StatusError};
 pub use tensor::{Tensor, TensorError};
-pub use verify::{Computed, Report, VerifyError, verify};
+
+pub use verify::{Computed, Quantity, Report, VerifyError, Worst, verify};
 pub use wgpu;

@@ -11,7 +11,9 @@ use crate::batch::{Batch, BatchError};
 use crate::case::{Case, KvSource};
 use crate::chains::Chains;
 use crate::geometry::{Dtype, HeadGeometry, PageSize, padded_dim};
-use crate::kernels::{BuildError, DECODE_ROWS_MAX, KernelConfig, KernelId, Kernels, SPLIT_KEYS};
+use crate::kernels::{
+    BuildError, DECODE_ROWS_MAX, KernelConfig, KernelId, Kernels, PipelineKey, Processor, SPLIT_KEYS,
+};
 use crate::kv::{Append, AppendError, AppendPlan, AppendSource, KvLayout, LayoutError};
 use crate::plan::{DevicePlan, PlanError, UploadError};
 use crate::status::{STATUS_BYTES, Status, StatusError};
@@ -129,8 +131,6 @@ pub struct Output {
 /// that promise honest in every run.
 const PADDING: u8 = 0xff;
 
-type PipelineKey = (u32, u32, u32, Dtype, Dtype, Dtype);
-
 /// Owns a device and the pipelines made on it, and runs cases.
 #[derive(Debug)]
 pub struct Runner {
@@ -234,7 +234,7 @@ impl Runner {
         };
         let layout = KvLayout::new(geometry, k.dtype(), table.page_size, table.page_count)?;
         let config = AttentionConfig { q: case.q().dtype(), out: options.out_dtype, layout, options: *case.options() };
-        let kernels = self.kernels(&config.kernels())?;
+        let kernels = self.kernels(&config.kernels(Processor::of(&self.info)))?;
         let attention = Attention::with_kernels(kernels, &config)?;
         let plan = attention.plan(&table.batch(case))?;
 
@@ -246,7 +246,7 @@ impl Runner {
         if let Some(error) = pollster::block_on(memory).or(pollster::block_on(validation)) {
             return Err(RunError::Failed(error.to_string()));
         }
-        let Submitted { readback, timestamps, ends, workgroups, started } = submitted?;
+        let Submitted { readback, timestamps, ends, append_groups, workgroups, started } = submitted?;
         let bytes = self.read(&readback)?;
         let wall_ms = started.elapsed().as_secs_f64() * 1e3;
         let gpu_ms = match timestamps {
@@ -262,11 +262,19 @@ impl Runner {
         let mut status_word = || status.next().map_or(0, u32::from_le_bytes);
         Status::from_words([status_word(), status_word()]).check(workgroups)?;
         Ok(Output {
-            out: unpadded(part(0, out_end), options.out_dtype, geometry.v_head_dim(), padded_dim(geometry.v_head_dim())),
+            out: unpadded(
+                part(0, out_end),
+                options.out_dtype,
+                geometry.v_head_dim(),
+                padded_dim(geometry.v_head_dim()),
+            ),
             lse: unpadded(part(out_end, lse_end), Dtype::F32, 1, 1),
             out_dtype: options.out_dtype,
             chains: plan.chains().to_vec(),
-            kernels: plan.workgroups().into_iter().filter_map(kernel_use).collect(),
+            kernels: std::iter::once((KernelId::Append, append_groups))
+                .chain(plan.workgroups())
+                .filter_map(kernel_use)
+                .collect(),
             gpu_ms,
             wall_ms,
             workspace_bytes: plan.workspace_bytes(),
@@ -293,7 +301,7 @@ impl Runner {
         let out = output("out", out_bytes)?;
         let lse = output("lse", lse_bytes)?;
         let kv = layout.create_buffer(device)?;
-        let (append, mut workgroups) = match case.kv() {
+        let (append, append_groups) = match case.kv() {
             KvSource::Contiguous { k, v, kv_indptr } => {
                 // Every token is new.
                 let batch = Batch { q_indptr: kv_indptr, ..table.batch(case) };
@@ -320,7 +328,7 @@ impl Runner {
             lse: lse.as_entire_buffer_binding(),
         };
         let call = attention.bind(device, &DevicePlan::upload(device, plan)?, io, &workspace)?;
-        workgroups = workgroups.wrapping_add(call.workgroups());
+        let workgroups = append_groups.wrapping_add(call.workgroups());
 
         let ends = [out_bytes, out_bytes + lse_bytes, out_bytes + lse_bytes + STATUS_BYTES];
         let readback = self.buffer("readback", ends[2], wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST)?;
@@ -346,7 +354,7 @@ impl Runner {
         let timestamps = queries.map(|queries| queries.resolve(&mut encoder));
         let started = Instant::now();
         self.queue.submit([encoder.finish()]);
-        Ok(Submitted { readback, timestamps, ends, workgroups, started })
+        Ok(Submitted { readback, timestamps, ends, append_groups, workgroups, started })
     }
 
     fn buffer(&self, label: &'static str, bytes: u64, usage: wgpu::BufferUsages) -> Result<wgpu::Buffer, RunError> {
@@ -397,6 +405,8 @@ struct Submitted {
     timestamps: Option<wgpu::Buffer>,
     /// Where output, log-sum-exp and status end in `readback`.
     ends: [u64; 3],
+    append_groups: u32,
+    /// Of all kernels together.
     workgroups: u32,
     started: Instant,
 }

@@ -85,13 +85,27 @@ impl Tensor {
 
     /// The elements as f32, which holds every value of every [`Dtype`] exactly.
     pub fn to_f32(&self) -> Vec<f32> {
-        fn decode<const N: usize>(bytes: &[u8], element: fn([u8; N]) -> f32) -> Vec<f32> {
-            bytes.chunks_exact(N).filter_map(|b| b.try_into().ok()).map(element).collect()
-        }
-        match self.dtype {
-            Dtype::F32 => decode(&self.bytes, f32::from_le_bytes),
-            Dtype::F16 => decode(&self.bytes, |b| f16::from_le_bytes(b).to_f32()),
-            Dtype::Bf16 => decode(&self.bytes, |b| bf16::from_le_bytes(b).to_f32()),
-        }
+        let mut out = Vec::with_capacity(self.bytes.len() / self.dtype.bytes() as usize);
+        decode(self.dtype, &self.bytes, &mut out);
+        out
+    }
+
+    /// Appends the `count` elements from `start` on, in row-major order, to `out`; `None` if there are fewer.
+    pub(crate) fn extend_f32(&self, start: usize, count: usize, out: &mut Vec<f32>) -> Option<()> {
+        let size = self.dtype.bytes() as usize;
+        let (first, len) = (start.checked_mul(size)?, count.checked_mul(size)?);
+        decode(self.dtype, self.bytes.get(first..first.checked_add(len)?)?, out);
+        Some(())
+    }
+}
+
+fn decode(dtype: Dtype, bytes: &[u8], out: &mut Vec<f32>) {
+    fn append<const N: usize>(bytes: &[u8], out: &mut Vec<f32>, element: fn([u8; N]) -> f32) {
+        out.extend(bytes.chunks_exact(N).filter_map(|b| b.try_into().ok()).map(element));
+    }
+    match dtype {
+        Dtype::F32 => append(bytes, out, f32::from_le_bytes),
+        Dtype::F16 => append(bytes, out, |b| f16::from_le_bytes(b).to_f32()),
+        Dtype::Bf16 => append(bytes, out, |b| bf16::from_le_bytes(b).to_f32()),
     }
 }

@@ -1,10 +1,14 @@
 //! The validation that the command, the tests and users' own suites share.
 
+use std::fmt;
+
 use thiserror::Error;
 
 use crate::case::Case;
 use crate::chains::Chains;
 use crate::geometry::Dtype;
+use crate::reference::bound::{BoundError, RowBound, check_chains};
+use crate::reference::{DenseRow, Problem, map_rows};
 
 /// A result to be judged: what a kernel returned for a [`Case`].
 #[derive(Clone, Copy, Debug)]
@@ -19,21 +23,253 @@ pub struct Computed<'a> {
     pub chains: &'a [Chains],
 }
 
-/// How far a result was off, against the bound.
-#[derive(Clone, Debug, PartialEq)]
+/// How far a result was off, against the bound of [`crate::reference::bound`].
+///
+/// An error that is NaN counts as infinite, and so does a ratio whose bound is 0 while the error is not. Every figure
+/// is 0 where there are no elements.
+#[derive(Clone, Debug, Default, PartialEq)]
 #[non_exhaustive]
-pub struct Report {}
+pub struct Report {
+    /// Elements compared: those of `out` and of `lse`.
+    pub elements: usize,
+    /// Largest `|found - expected|` of `out`.
+    pub max_abs_error: f64,
+    /// Largest `|found - expected|` of `lse`; 0 for a row without keys whose `lse` is `-inf`.
+    pub max_abs_error_lse: f64,
+    /// Largest error over bound, of `out` and `lse`. At most 1 in a result that is right.
+    pub max_bound_ratio: f64,
+    /// Largest error over bound of `out`.
+    pub max_bound_ratio_out: f64,
+    /// Largest error over bound of `lse`.
+    pub max_bound_ratio_lse: f64,
+    /// Sum of squared errors of `out` over the sum of squares of the reference.
+    pub nmse: f64,
+    /// The element with the largest ratio (the first of them); `None` without elements.
+    pub worst: Option<Worst>,
+}
+
+/// Which of the two results an element belongs to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Quantity {
+    /// `out`, `[total_q, q_heads, v_head_dim]`.
+    Out,
+    /// `lse`, `[total_q, q_heads]`.
+    Lse,
+}
+
+impl fmt::Display for Quantity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Out => "out",
+            Self::Lse => "lse",
+        })
+    }
+}
+
+/// One element of a result.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct Worst {
+    /// The result it belongs to.
+    pub what: Quantity,
+    /// Packed query row.
+    pub row: usize,
+    /// Query head.
+    pub head: usize,
+    /// Dimension of the value; `None` for `lse`.
+    pub dim: Option<usize>,
+    /// What the kernel returned.
+    pub found: f32,
+    /// What the float64 reference says.
+    pub expected: f64,
+    /// The largest error that a correct kernel can have here.
+    pub bound: f64,
+    /// `|found - expected| / bound`.
+    pub ratio: f64,
+}
+
+impl fmt::Display for Worst {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}[{}, {}", self.what, self.row, self.head)?;
+        if let Some(dim) = self.dim {
+            write!(f, ", {dim}")?;
+        }
+        let Self { found, expected, bound, ratio, .. } = self;
+        write!(f, "] = {found:e}, expected {expected:.9e}, bound {bound:.3e}, ratio {ratio:.4}")
+    }
+}
 
 /// A result that cannot be judged.
 #[derive(Clone, Debug, PartialEq, Error)]
 #[non_exhaustive]
-pub enum VerifyError {}
+pub enum VerifyError {
+    /// `out` or `lse` has the wrong number of elements.
+    #[error("`{what}` has {found} elements; {needed} are needed")]
+    Length {
+        /// The result.
+        what: Quantity,
+        /// Elements found.
+        found: usize,
+        /// Elements needed.
+        needed: usize,
+    },
+    /// No bound can be stated for these chains.
+    #[error(transparent)]
+    Bound(#[from] BoundError),
+}
 
-/// Compares a result with the dense float64 reference.
+impl Report {
+    /// Whether every element is inside the bound.
+    pub fn passed(&self) -> bool {
+        self.max_bound_ratio <= 1.0
+    }
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "     max abs error   error / bound")?;
+        for (what, error, ratio) in [
+            (Quantity::Out, self.max_abs_error, self.max_bound_ratio_out),
+            (Quantity::Lse, self.max_abs_error_lse, self.max_bound_ratio_lse),
+        ] {
+            writeln!(f, "{what}  {error:>13.3e}   {ratio:>13.4}")?;
+        }
+        writeln!(f, "nmse {:>13.3e}   of {} elements", self.nmse, self.elements)?;
+        if let Some(worst) = &self.worst {
+            writeln!(f, "worst: {worst}")?;
+        }
+        f.write_str(if self.passed() { "inside the bound" } else { "OUTSIDE THE BOUND" })
+    }
+}
+
+/// Compares a result with the dense float64 reference, element by element.
+///
+/// A row that sees no key must be exactly 0 (of either sign) with `lse` exactly `-inf`. NaN is never inside the bound,
+/// nor is infinity elsewhere. Rows are shared out over the processors; the report does not depend on how many there
+/// are.
 ///
 /// # Errors
-/// [`VerifyError`].
+/// [`VerifyError::Length`] if `out` or `lse` is not as long as the case needs, [`VerifyError::Bound`] if the chains do
+/// not fit the case.
 pub fn verify(case: &Case, computed: &Computed<'_>) -> Result<Report, VerifyError> {
-    let _ = (case, computed);
-    Ok(Report {})
+    check_chains(case, computed.chains)?;
+    let problem = Problem::new(case);
+    let (heads, dims) = (problem.q_heads(), case.geometry().v_head_dim() as usize);
+    let rows = problem.total_q() * heads;
+    for (what, found, needed) in
+        [(Quantity::Out, computed.out.len(), rows * dims), (Quantity::Lse, computed.lse.len(), rows)]
+    {
+        if found != needed {
+            return Err(VerifyError::Length { what, found, needed });
+        }
+    }
+    let verdicts = map_rows(&problem, <(DenseRow, RowBound)>::default, |(dense, bound), row, head| {
+        let task = problem.row(row, head)?;
+        let at = row * heads + head;
+        let out = computed.out.get(at * dims..(at + 1) * dims)?;
+        let lse = *computed.lse.get(at)?;
+        dense.attend(&task);
+        bound.fill(&task, dense, *computed.chains.get(task.seq)?, computed.out_dtype);
+        let mut verdict = Row::default();
+        for (dim, ((found, expected), bound)) in out.iter().zip(&dense.out).zip(&bound.out).enumerate() {
+            verdict.judge(Worst::new(Quantity::Out, (row, head, Some(dim)), *found, *expected, *bound));
+        }
+        verdict.judge(Worst::new(Quantity::Lse, (row, head, None), lse, dense.lse, bound.lse));
+        Some(verdict)
+    });
+
+    let mut all = Row::default();
+    // The lengths have been checked, so that there is a verdict on every row.
+    verdicts.into_iter().flatten().for_each(|row| all.add(row));
+    let nmse = match (all.squared_error, all.square) {
+        (0.0, _) => 0.0,
+        (error, square) => error / square,
+    };
+    Ok(Report {
+        elements: all.elements,
+        max_abs_error: all.error_out,
+        max_abs_error_lse: all.error_lse,
+        max_bound_ratio: f64::max(all.ratio_out, all.ratio_lse),
+        max_bound_ratio_out: all.ratio_out,
+        max_bound_ratio_lse: all.ratio_lse,
+        nmse,
+        worst: all.worst,
+    })
+}
+
+impl Worst {
+    fn new(
+        what: Quantity,
+        (row, head, dim): (usize, usize, Option<usize>),
+        found: f32,
+        expected: f64,
+        bound: f64,
+    ) -> Self {
+        let error = error(found, expected);
+        // 0 of 0 is as it should be; anything of 0 is not.
+        let ratio = if error == 0.0 { 0.0 } else { finite_or_infinity(error / bound) };
+        Self { what, row, head, dim, found, expected, bound, ratio }
+    }
+}
+
+/// `|found - expected|`, infinite where it is NaN, and 0 where both are the same infinity.
+fn error(found: f32, expected: f64) -> f64 {
+    let found = f64::from(found);
+    if found == expected { 0.0 } else { finite_or_infinity((found - expected).abs()) }
+}
+
+fn finite_or_infinity(x: f64) -> f64 {
+    if x.is_nan() { f64::INFINITY } else { x }
+}
+
+/// What is known of one row, or of all so far.
+#[derive(Default)]
+struct Row {
+    elements: usize,
+    error_out: f64,
+    error_lse: f64,
+    ratio_out: f64,
+    ratio_lse: f64,
+    squared_error: f64,
+    square: f64,
+    worst: Option<Worst>,
+}
+
+impl Row {
+    fn judge(&mut self, element: Worst) {
+        let error = error(element.found, element.expected);
+        self.elements += 1;
+        match element.what {
+            Quantity::Out => {
+                self.error_out = self.error_out.max(error);
+                self.ratio_out = self.ratio_out.max(element.ratio);
+                self.squared_error += error * error;
+                self.square += element.expected * element.expected;
+            }
+            Quantity::Lse => {
+                self.error_lse = self.error_lse.max(error);
+                self.ratio_lse = self.ratio_lse.max(element.ratio);
+            }
+        }
+        self.consider(element);
+    }
+
+    fn consider(&mut self, element: Worst) {
+        if self.worst.is_none_or(|worst| element.ratio > worst.ratio) {
+            self.worst = Some(element);
+        }
+    }
+
+    fn add(&mut self, row: Self) {
+        self.elements += row.elements;
+        self.error_out = self.error_out.max(row.error_out);
+        self.error_lse = self.error_lse.max(row.error_lse);
+        self.ratio_out = self.ratio_out.max(row.ratio_out);
+        self.ratio_lse = self.ratio_lse.max(row.ratio_lse);
+        self.squared_error += row.squared_error;
+        self.square += row.square;
+        if let Some(worst) = row.worst {
+            self.consider(worst);
+        }
+    }
 }

@@ -1,1 +1,26 @@
 //! The case table that the tests, benches and command of `paged-attention` share.
+//!
+//! A [`CaseSpec`] describes an attention problem in a line: heads, storage types, lengths, pages, the kind of
+//! values and a seed. [`build`] makes the [`Case`](paged_attention::Case) of it, always the same one.
+//! [`quick`] and [`full`] are the table; [`write_case`] keeps a case as a file that the command reads.
+//!
+//! ```
+//! use paged_attention_cases::{CaseSpec, Heads, Values, build};
+//!
+//! let spec = CaseSpec::new("two decodes", Heads::new(4, 2, 64), [(1, 100), (1, 7)]).values(Values::Peaky).seed(3);
+//! let case = build(&spec)?;
+//! assert_eq!(case.lengths(), [(1, 100), (1, 7)]);
+//! # Ok::<(), paged_attention_cases::SpecError>(())
+//! ```
+
+mod file;
+mod layout;
+mod spec;
+mod table;
+mod values;
+
+pub use file::{FileError, write_case};
+pub use layout::{append_page_ids, assemble, build};
+pub use spec::{CaseSpec, Heads, KvInput, PageOrder, Poison, Pool, Seq, SpecError, Values};
+pub use table::{full, quick};
+pub use values::{Sequence, generate, loud_key};

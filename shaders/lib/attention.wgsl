@@ -15,7 +15,7 @@
 //   7 status    [0] workgroups that came to their end, [1] error bits
 //
 // Preconditions, checked by `Batch::validate`, `Attention::plan` and `Attention::bind`: indptrs, page ids,
-// lengths, buffer sizes. A page id is checked again in `key_row_offsets`.
+// lengths, buffer sizes. A page id is checked again by `checked_page`.
 
 struct Params {
     k_rows: RowLayout,
@@ -95,19 +95,37 @@ fn partial_state(seq: Sequence, split: u32, kv_head: u32, row: u32) -> u32 {
     return seq.partial_begin + (split * params.kv_heads + kv_head) * seq.q_len * GROUP + row;
 }
 
-const NO_ROW = 0xffffffffu;
-
-// Where key `key`'s rows start, in units of 16 bytes: x for the key, y for the value. A page id outside the
-// pool is reported, and its rows are not read.
-fn key_row_offsets(seq: Sequence, kv_head: u32, key: u32) -> vec2<u32> {
-    let page = plan[params.page_ids + seq.page_begin + key / params.page_size];
-    if page >= params.page_count {
-        report_error(ERROR_PAGE_ID);
-        return vec2<u32>(NO_ROW);
-    }
-    let slot = key % params.page_size;
-    return vec2<u32>(
-        row_offset(params.k_rows, page, kv_head, slot),
-        row_offset(params.v_rows, page, kv_head, slot),
-    );
+// Entry of the page table in `plan` for a key.
+fn page_entry(seq: Sequence, key: u32) -> u32 {
+    return params.page_ids + seq.page_begin + key / params.page_size;
 }
+
+struct Page {
+    id: u32,
+    exists: bool,
+}
+
+// A page id outside the pool must not lead to another page's keys: what does not exist is not read, and reported.
+fn checked_page(id: u32) -> Page {
+    return Page(id, id < params.page_count);
+}
+
+// Walks the keys of a sequence in order: one look into the page table per key, and no division.
+struct Cursor {
+    entry: u32,
+    slot: u32,
+}
+
+fn cursor_at(seq: Sequence, key: u32) -> Cursor {
+    return Cursor(page_entry(seq, key), key % params.page_size);
+}
+
+// The place of the key after, or the same again where there is none: past the last key nothing is looked up.
+fn advanced(at: Cursor, exists: bool) -> Cursor {
+    let wraps = at.slot + 1u == params.page_size;
+    let after = Cursor(select(at.entry, at.entry + 1u, wraps), select(at.slot + 1u, 0u, wraps));
+    return Cursor(select(at.entry, after.entry, exists), select(at.slot, after.slot, exists));
+}
+
+// In place of a row offset, for a row that must not be read.
+const NO_ROW = 0xffffffffu;

@@ -5,12 +5,9 @@ fn load_q(row: u32, chunk: u32) -> Chunk {
     return unpack_chunk(Q_DTYPE, q_rows[vector], q_rows[vector + chunk_vectors(Q_DTYPE) - 1u], chunk, HEAD_DIM);
 }
 
-// `offset` comes from `key_row_offsets`.
-fn load_kv(offset: u32, chunk: u32, dim: u32) -> Chunk {
-    if offset == NO_ROW {
-        return ZERO_CHUNK;
-    }
-    let vector = offset + chunk * chunk_vectors(KV_DTYPE);
+// `row` comes from `row_offset`.
+fn load_kv(row: u32, chunk: u32, dim: u32) -> Chunk {
+    let vector = row + chunk * chunk_vectors(KV_DTYPE);
     return unpack_chunk(KV_DTYPE, kv_pages[vector], kv_pages[vector + chunk_vectors(KV_DTYPE) - 1u], chunk, dim);
 }
 
@@ -24,14 +21,29 @@ fn store_out(row: u32, chunk: u32, value: Chunk) {
     }
 }
 
+// A partial state is 1 + V_VECS vectors: (m, l, 0, 0), then the unnormalised accumulator.
+fn partial_vector(state: u32) -> u32 {
+    return state * (V_VECS + 1u);
+}
+
 fn store_partial_chunk(state: u32, chunk: u32, value: Chunk) {
-    let vector = state * (V_VECS + 1u) + 1u + chunk * 2u;
+    let vector = partial_vector(state) + 1u + chunk * 2u;
     partials[vector] = value.lo;
     partials[vector + 1u] = value.hi;
 }
 
+fn load_partial_chunk(state: u32, chunk: u32) -> Chunk {
+    let vector = partial_vector(state) + 1u + chunk * 2u;
+    return Chunk(partials[vector], partials[vector + 1u]);
+}
+
 fn store_partial_state(state: u32, row: RowState) {
-    partials[state * (V_VECS + 1u)] = vec4<f32>(row.m, row.l, 0.0, 0.0);
+    partials[partial_vector(state)] = vec4<f32>(row.m, row.l, 0.0, 0.0);
+}
+
+fn load_partial_state(state: u32) -> RowState {
+    let words = partials[partial_vector(state)];
+    return RowState(words.x, words.y);
 }
 
 // A row's result is its accumulator times this. Zero for a row that saw no key, whose accumulator is zero too.
@@ -42,8 +54,4 @@ fn normaliser(row: RowState) -> f32 {
 fn store_lse(row_index: u32, row: RowState) {
     let value = (row.m + log2(select(1.0, row.l, has_seen(row)))) * LN_2;
     lse[row_index] = select(NEGATIVE_INFINITY_BITS, bitcast<u32>(value), has_seen(row));
-}
-
-fn scaled(chunk: Chunk, factor: f32) -> Chunk {
-    return Chunk(chunk.lo * factor, chunk.hi * factor);
 }

@@ -66,3 +66,25 @@ fn pack_f16_chunk(chunk: Chunk) -> vec4<u32> {
     let hi = clamp(chunk.hi, -limit, limit);
     return vec4<u32>(pack2x16float(lo.xy), pack2x16float(lo.zw), pack2x16float(hi.xy), pack2x16float(hi.zw));
 }
+
+// Arithmetic on chunks. A dot product continues `sum` in one chain, in order of dimension.
+
+fn dot_chunk(a: Chunk, b: Chunk, sum: f32) -> f32 {
+    var s = fma(a.lo.x, b.lo.x, sum);
+    s = fma(a.lo.y, b.lo.y, s);
+    s = fma(a.lo.z, b.lo.z, s);
+    s = fma(a.lo.w, b.lo.w, s);
+    s = fma(a.hi.x, b.hi.x, s);
+    s = fma(a.hi.y, b.hi.y, s);
+    s = fma(a.hi.z, b.hi.z, s);
+    return fma(a.hi.w, b.hi.w, s);
+}
+
+fn scaled(chunk: Chunk, factor: f32) -> Chunk {
+    return Chunk(chunk.lo * factor, chunk.hi * factor);
+}
+
+// factor * a + b
+fn fma_chunk(factor: f32, a: Chunk, b: Chunk) -> Chunk {
+    return Chunk(fma(vec4<f32>(factor), a.lo, b.lo), fma(vec4<f32>(factor), a.hi, b.hi));
+}

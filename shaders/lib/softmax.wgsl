@@ -29,7 +29,3 @@ fn has_seen(row: RowState) -> bool {
 fn weight(s: f32, m: f32) -> f32 {
     return select(exp2(s - m), 1.0, s == m);
 }
-
-fn weights(s: vec4<f32>, m: f32) -> vec4<f32> {
-    return select(exp2(s - vec4<f32>(m)), vec4<f32>(1.0), s == vec4<f32>(m));
-}

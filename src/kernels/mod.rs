@@ -4,6 +4,7 @@ mod grid;
 #[cfg(test)]
 mod shader_layout;
 mod source;
+mod template;
 mod tiles;
 
 use std::sync::Arc;
@@ -13,7 +14,7 @@ use thiserror::Error;
 use crate::geometry::{Dtype, HeadGeometry};
 pub(crate) use grid::fold_grid;
 pub use source::KernelId;
-pub use tiles::{DECODE_ROWS_MAX, LANES, SPLIT_KEYS, Tiles};
+pub use tiles::{DECODE_ROWS_MAX, LANES, Processor, SPLIT_KEYS, Tiles};
 
 /// What the kernels are specialised for.
 ///
@@ -29,13 +30,23 @@ pub struct KernelConfig {
     pub kv: Dtype,
     /// Type of the output rows: [`Dtype::F32`] or [`Dtype::F16`].
     pub out: Dtype,
+    /// What runs them.
+    pub processor: Processor,
 }
+
+/// See [`KernelConfig::pipeline_key`].
+pub type PipelineKey = (u32, u32, u32, [Dtype; 3], Processor);
 
 impl KernelConfig {
     /// Equal for two configurations exactly if the same pipelines serve both.
-    pub fn pipeline_key(&self) -> (u32, u32, u32, Dtype, Dtype, Dtype) {
-        let Self { geometry, q, kv, out } = self;
-        (geometry.group(), geometry.head_dim(), geometry.v_head_dim(), *q, *kv, *out)
+    pub fn pipeline_key(&self) -> PipelineKey {
+        let Self { geometry, q, kv, out, processor } = *self;
+        (geometry.group(), geometry.head_dim(), geometry.v_head_dim(), [q, kv, out], processor)
+    }
+
+    /// The tile sizes.
+    pub fn tiles(&self) -> Tiles {
+        Tiles::new(&self.geometry, self.processor)
     }
 
     /// WebGPU's default limits: what the base kernels stay within. A device may be asked for less where a smaller
@@ -66,6 +77,14 @@ pub enum BuildError {
         found: u64,
         /// What the kernel needs.
         needed: u64,
+    },
+    /// A shader file's template is broken: a fault of this crate.
+    #[error("kernel `{kernel}`: {message}")]
+    Template {
+        /// The kernel's name.
+        kernel: &'static str,
+        /// What is wrong.
+        message: String,
     },
     /// The shader or pipeline was refused.
     #[error("kernel `{kernel}` was refused: {message}")]
@@ -236,7 +255,7 @@ fn layout(device: &wgpu::Device, label: &str, accesses: &[Access]) -> wgpu::Bind
 }
 
 fn edited(kernel: KernelId, config: &KernelConfig, edits: &[SourceEdit]) -> Result<String, BuildError> {
-    let mut wgsl = kernel.wgsl(config);
+    let mut wgsl = kernel.wgsl(config)?;
     for edit in edits.iter().filter(|edit| edit.kernel == kernel) {
         if !wgsl.contains(edit.from) {
             return Err(BuildError::Edit { kernel: kernel.entry_point(), from: edit.from.into() });

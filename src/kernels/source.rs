@@ -2,8 +2,9 @@
 
 use std::fmt::Write;
 
-use super::KernelConfig;
-use super::tiles::{LANES, SPLIT_KEYS, Tiles};
+use super::template;
+use super::tiles::{LANES, SPLIT_KEYS};
+use super::{BuildError, KernelConfig};
 use crate::geometry::Dtype;
 
 const ADDRESS: &str = include_str!("../../shaders/lib/address.wgsl");
@@ -79,11 +80,9 @@ impl KernelId {
 
     /// Bytes of workgroup memory that the kernel declares.
     pub fn workgroup_bytes(self, config: &KernelConfig) -> u32 {
-        let tiles = Tiles::new(&config.geometry);
         match self {
-            Self::Prefill => tiles.prefill_bytes(),
-            Self::Decode => tiles.decode_bytes(),
-            Self::Merge | Self::Append => 0,
+            Self::Decode => config.tiles().decode_bytes(),
+            Self::Prefill | Self::Merge | Self::Append => 0,
         }
     }
 
@@ -95,14 +94,25 @@ impl KernelId {
         }
     }
 
-    /// The whole WGSL module for `config`.
-    pub fn wgsl(self, config: &KernelConfig) -> String {
-        let mut text = constants(config);
-        for file in self.files() {
-            text.push('\n');
-            text.push_str(file);
+    /// The whole WGSL module for `config`: constants, shared functions, the kernel.
+    ///
+    /// # Errors
+    /// [`BuildError::Template`] for a shader file with a broken template.
+    pub fn wgsl(self, config: &KernelConfig) -> Result<String, BuildError> {
+        let constants = constants(config);
+        let mut text = String::from("// Constants of one configuration; written by the host.\n");
+        for (name, value) in &constants {
+            // Writing to a string cannot fail.
+            let _ = writeln!(text, "const {name} = {value}u;");
         }
-        text
+        let lookup = |name: &str| constants.iter().find(|(known, _)| *known == name).map(|(_, value)| *value);
+        for file in self.files() {
+            let expanded = template::expand(file, &lookup)
+                .map_err(|message| BuildError::Template { kernel: self.entry_point(), message })?;
+            text.push('\n');
+            text.push_str(&expanded);
+        }
+        Ok(text)
     }
 }
 
@@ -114,33 +124,27 @@ fn dtype_code(dtype: Dtype) -> u32 {
     }
 }
 
-fn constants(config: &KernelConfig) -> String {
-    let geometry = &config.geometry;
-    let tiles = Tiles::new(geometry);
-    let mut text = String::from("// Constants of one configuration; written by the host.\n");
-    for (name, value) in [
+fn constants(config: &KernelConfig) -> Vec<(&'static str, u32)> {
+    let (geometry, tiles) = (&config.geometry, config.tiles());
+    vec![
         ("LANES", LANES),
         ("GROUP", geometry.group()),
         ("HEAD_DIM", geometry.head_dim()),
         ("V_HEAD_DIM", geometry.v_head_dim()),
         ("QK_CHUNKS", tiles.qk_chunks),
-        ("QK_VECS", 2 * tiles.qk_chunks),
         ("V_CHUNKS", tiles.v_chunks),
         ("V_VECS", 2 * tiles.v_chunks),
         ("Q_DTYPE", dtype_code(config.q)),
         ("KV_DTYPE", dtype_code(config.kv)),
         ("OUT_DTYPE", dtype_code(config.out)),
-        ("TILE_KEYS", tiles.prefill_tile_keys),
+        ("PREFILL_LANES", tiles.prefill_lanes),
+        ("ROWS_PER_LANE", tiles.rows_per_lane),
+        ("STEP_KEYS", tiles.step_keys),
         ("SPLIT_KEYS", SPLIT_KEYS),
         ("DECODE_ROWS", tiles.decode_rows),
         ("PARTS", LANES / tiles.row_slots),
         ("SCORES", tiles.scores),
         ("KEY_STREAMS", tiles.key_streams),
-        ("JOIN_ROWS", tiles.join_rows),
         ("MERGE_ROWS", tiles.merge_rows),
-    ] {
-        // Writing to a string cannot fail.
-        let _ = writeln!(text, "const {name} = {value}u;");
-    }
-    text
+    ]
 }

@@ -17,15 +17,27 @@ pub const DECODE_ROWS_MAX: u32 = 16;
 /// Workgroup memory that WebGPU guarantees, in bytes: what the kernels stay within.
 pub const WORKGROUP_BYTES_MAX: u32 = 16_384;
 
-/// Workgroup memory for the prefill kernel's key and value tile, in bytes: half of what is guaranteed, so that
-/// two workgroups fit where there is no more.
-const PREFILL_TILE_BYTES_MAX: u32 = 8_192;
-
-/// Keys per online-softmax step of the prefill kernel, fixed in its source.
-pub const STEP_KEYS: u32 = 4;
-
 /// Query rows that one decode workgroup holds in registers at most.
 const DECODE_TILE_ROWS_MAX: u32 = 8;
+
+/// What runs the kernels. Registers and caches differ so much that the tile sizes do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Processor {
+    /// A graphics processor: few registers per lane, many lanes.
+    Gpu,
+    /// A driver that runs shaders on the CPU: vectors of 4 to 16 lanes, loads that cost as much as arithmetic.
+    Cpu,
+}
+
+impl Processor {
+    /// What an adapter says of itself.
+    pub fn of(adapter: &wgpu::AdapterInfo) -> Self {
+        match adapter.device_type {
+            wgpu::DeviceType::Cpu => Self::Cpu,
+            _ => Self::Gpu,
+        }
+    }
+}
 
 /// The sizes that a head geometry leads to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,8 +46,12 @@ pub struct Tiles {
     pub qk_chunks: u32,
     /// Chunks of 8 elements in a value or output row.
     pub v_chunks: u32,
-    /// Keys that the prefill kernel stages at a time.
-    pub prefill_tile_keys: u32,
+    /// Lanes of a prefill workgroup.
+    pub prefill_lanes: u32,
+    /// Tile rows that each of them owns.
+    pub rows_per_lane: u32,
+    /// Keys per online-softmax step of the prefill kernel.
+    pub step_keys: u32,
     /// Tile rows of a decode workgroup.
     pub decode_rows: u32,
     /// `decode_rows` rounded up to a power of two: lanes are shared out over so many rows.
@@ -44,20 +60,25 @@ pub struct Tiles {
     pub scores: u32,
     /// Keys whose values a decode workgroup reads at a time.
     pub key_streams: u32,
-    /// Rows whose key streams are joined at a time.
-    pub join_rows: u32,
     /// Rows of a merge workgroup.
     pub merge_rows: u32,
 }
 
 impl Tiles {
     /// The sizes for one head geometry.
-    pub fn new(geometry: &HeadGeometry) -> Self {
+    pub fn new(geometry: &HeadGeometry, processor: Processor) -> Self {
         let qk_chunks = padded_dim(geometry.head_dim()) / ROW_ALIGN;
         let v_chunks = padded_dim(geometry.v_head_dim()) / ROW_ALIGN;
-        let key_bytes = 32 * (qk_chunks + v_chunks);
-        // The largest power of two that fits; HEAD_DIM_MAX leaves room for 4 keys, which is one step.
-        let prefill_tile_keys = 1 << (PREFILL_TILE_BYTES_MAX / key_bytes).clamp(STEP_KEYS, LANES / 2).ilog2();
+        // A row takes a query and an accumulator in registers: 128 words at head dimension 64. Two rows fit into the
+        // 255 registers of a GPU's lane only below that. On a CPU registers spill to a cache that is near, and a load
+        // that serves four rows is what counts; short steps keep the compiler's work small.
+        let row_words = 8 * (qk_chunks + v_chunks);
+        let (prefill_lanes, rows_per_lane, step_keys) = match processor {
+            Processor::Gpu if row_words <= 96 => (LANES, 2, 4),
+            Processor::Gpu => (LANES, 1, 4),
+            Processor::Cpu if row_words <= 256 => (LANES / 4, 4, 2),
+            Processor::Cpu => (LANES / 2, 2, 2),
+        };
         let rows_max = (1..=DECODE_TILE_ROWS_MAX)
             .rev()
             .find(|rows| decode_bytes(*rows, qk_chunks) <= WORKGROUP_BYTES_MAX)
@@ -68,19 +89,20 @@ impl Tiles {
         Self {
             qk_chunks,
             v_chunks,
-            prefill_tile_keys,
+            prefill_lanes,
+            rows_per_lane,
+            step_keys,
             decode_rows,
             row_slots: decode_rows.next_power_of_two(),
             scores,
             key_streams: LANES / v_chunks,
-            join_rows: scores / (8 * LANES),
             merge_rows: LANES / v_chunks,
         }
     }
 
-    /// Bytes of workgroup memory of the prefill kernel.
-    pub fn prefill_bytes(&self) -> u32 {
-        32 * self.prefill_tile_keys * (self.qk_chunks + self.v_chunks) + 8 * LANES
+    /// Tile rows of a prefill workgroup.
+    pub fn prefill_rows(&self) -> u32 {
+        self.prefill_lanes * self.rows_per_lane
     }
 
     /// Bytes of workgroup memory of the decode kernel.
@@ -95,7 +117,8 @@ impl Tiles {
 
     /// The longest rounding chains of a sequence's rows, for the error bound.
     pub fn chains(&self, geometry: &HeadGeometry, q_len: u32, kv_len: u32) -> Chains {
-        // `dot` of four elements is a chain of 4; then one addition per vector or pair of vectors.
+        // A dot product is one chain over the padded row, after scaling the query.
+        let dot = 1 + 8 * self.qk_chunks;
         if Self::decodes(q_len, geometry.group()) {
             let splits = kv_len.div_ceil(SPLIT_KEYS).max(1);
             let split_keys = kv_len.min(SPLIT_KEYS);
@@ -104,11 +127,11 @@ impl Tiles {
             let sums = split_keys.div_ceil(parts) + parts;
             // A merge multiplies and adds.
             let merges = if splits > 1 { 2 * splits + 1 } else { 0 };
-            Chains { dot: 5 + self.qk_chunks, step_keys: SPLIT_KEYS, accumulate: values.max(sums) + merges }
+            Chains { dot, step_keys: SPLIT_KEYS, accumulate: values.max(sums) + merges }
         } else {
-            // A step makes a sum of four products and joins it to the rescaled accumulator.
-            let accumulate = 4 + 2 * kv_len.div_ceil(STEP_KEYS);
-            Chains { dot: 4 + 2 * self.qk_chunks, step_keys: STEP_KEYS, accumulate }
+            // A step makes a sum of its products, then multiplies what was before and adds.
+            let accumulate = self.step_keys + 1 + 2 * kv_len.div_ceil(self.step_keys);
+            Chains { dot, step_keys: self.step_keys, accumulate }
         }
     }
 }

@@ -10,7 +10,7 @@ use crate::batch::{Batch, BatchError};
 use crate::case::AttentionOptions;
 use crate::chains::Chains;
 use crate::geometry::HeadGeometry;
-use crate::kernels::{KernelId, LANES, SPLIT_KEYS, Tiles};
+use crate::kernels::{KernelId, SPLIT_KEYS, Tiles};
 use crate::kv::{KvLayout, RowLayout};
 
 /// A batch that cannot be planned.
@@ -91,15 +91,19 @@ pub struct Plan {
 
 impl Plan {
     /// Plans attention of `batch` over a pool of `layout`.
-    pub(crate) fn new(batch: &Batch<'_>, layout: &KvLayout, options: &AttentionOptions) -> Result<Self, PlanError> {
+    pub(crate) fn new(
+        batch: &Batch<'_>,
+        layout: &KvLayout,
+        options: &AttentionOptions,
+        tiles: &Tiles,
+    ) -> Result<Self, PlanError> {
         batch.validate(layout.page_size(), layout.page_count())?;
         let scale_log2 = (options.scale * std::f64::consts::LOG2_E) as f32;
         if !scale_log2.is_finite() {
             return Err(PlanError::Scale { found: options.scale });
         }
         let geometry = layout.geometry();
-        let tiles = Tiles::new(geometry);
-        let lists = WorkLists::new(batch, geometry, options, &tiles)?;
+        let lists = WorkLists::new(batch, geometry, options, tiles)?;
         let kv_heads = geometry.kv_heads();
         let groups = |items: &[Item], what| {
             let needed = items.len() as u64 * u64::from(kv_heads);
@@ -137,7 +141,7 @@ impl Plan {
             words,
             total_q: batch.total_q(),
             layout: *layout,
-            workspace_bytes: lists.states * state_bytes(&tiles),
+            workspace_bytes: lists.states * state_bytes(tiles),
             chains: lists.chains,
         })
     }
@@ -298,9 +302,9 @@ impl WorkLists {
                     lists.decode.extend(starts.map(|first_row| Item { seq, first_row, key_begin, key_end }));
                 }
             } else {
-                let starts = (0..rows).step_by(LANES as usize);
+                let starts = (0..rows).step_by(tiles.prefill_rows() as usize);
                 lists.prefill.extend(starts.map(|first_row| {
-                    let last_token = (first_row.saturating_add(LANES - 1)).min(rows - 1) / group;
+                    let last_token = first_row.saturating_add(tiles.prefill_rows() - 1).min(rows - 1) / group;
                     let key_end = options.visible_keys(q_len, kv_len, last_token);
                     Item { seq, first_row, key_begin: 0, key_end }
                 }));

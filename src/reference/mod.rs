@@ -1,1 +1,67 @@
-//! Float64 attention that shares nothing with the kernels.
+//! Float64 attention that shares nothing with the kernels, and how far a kernel may be from it.
+//!
+//! - [`dense`] materialises the scores of a row: the definition of attention, and what results are compared with.
+//! - [`online`] is the online-softmax recurrence that the kernels follow, in float64.
+//! - [`bound`] states how far an f32 kernel may be off, element by element.
+//!
+//! Inputs of every storage type are exact in f32, and a product of two f32 is exact in f64.
+
+pub mod bound;
+mod dense;
+mod online;
+mod parallel;
+mod problem;
+mod sum;
+
+use std::num::NonZeroUsize;
+
+use crate::case::Case;
+
+pub(crate) use dense::DenseRow;
+pub use online::{OnlineRow, online_row};
+pub(crate) use parallel::map_rows;
+pub(crate) use problem::Problem;
+
+/// What attention returns, in float64.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Reference {
+    /// `[total_q, q_heads, v_head_dim]`; exactly 0 in a row that sees no key.
+    pub out: Vec<f64>,
+    /// `[total_q, q_heads]`, natural logarithm; `-inf` for a row that sees no key.
+    pub lse: Vec<f64>,
+}
+
+/// Dense attention: every score of a row is made and kept, then the softmax, then the weighted mean.
+///
+/// Scores are off by at most `(head_dim / 8 + 5) * 2^-53 * |scale| * sum |q_i k_i|`; what follows adds at most
+/// `(16 + 2 ln n) * 2^-53 * max |V|` for `n` keys, the exponential being within one unit in the last place.
+pub fn dense(case: &Case) -> Reference {
+    by_row(case, |problem, row, head| {
+        let Some(task) = problem.row(row, head) else { return (Vec::new(), f64::NEG_INFINITY) };
+        let mut dense = DenseRow::default();
+        dense.attend(&task);
+        (dense.out, dense.lse)
+    })
+}
+
+/// The online-softmax recurrence over blocks of `block` keys, from the same scores as [`dense`].
+pub fn online(case: &Case, block: NonZeroUsize) -> Reference {
+    by_row(case, |problem, row, head| {
+        let Some(task) = problem.row(row, head) else { return (Vec::new(), f64::NEG_INFINITY) };
+        let mut dense = DenseRow::default();
+        dense.make_scores(&task);
+        let OnlineRow { out, lse } = online_row(&dense.score, task.v, task.v_head_dim, block);
+        (out, lse)
+    })
+}
+
+fn by_row(case: &Case, attend: impl Fn(&Problem, usize, usize) -> (Vec<f64>, f64) + Sync) -> Reference {
+    let problem = Problem::new(case);
+    let rows = map_rows(&problem, || (), |(), row, head| attend(&problem, row, head));
+    let (mut out, mut lse) = (Vec::new(), Vec::with_capacity(rows.len()));
+    for (row_out, row_lse) in rows {
+        out.extend(row_out);
+        lse.push(row_lse);
+    }
+    Reference { out, lse }
+}

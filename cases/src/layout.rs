@@ -1,0 +1,180 @@
+//! Sequences into cases: packed rows or pages.
+
+use std::collections::HashMap;
+
+use paged_attention::{Case, Dtype, KvSource, PageSize, Tensor};
+use rand::RngExt;
+use rand::seq::SliceRandom;
+
+use crate::spec::{CaseSpec, KvInput, PageOrder, Poison, Pool, SpecError};
+use crate::values::{Sequence, generate, stream};
+
+/// The case that a description stands for.
+///
+/// # Errors
+/// [`SpecError`].
+pub fn build(spec: &CaseSpec) -> Result<Case, SpecError> {
+    assemble(spec, &generate(spec)?)
+}
+
+/// A case of `sequences`; of `spec`, everything counts but the lengths and the kind of values.
+///
+/// # Errors
+/// [`SpecError`].
+pub fn assemble(spec: &CaseSpec, sequences: &[Sequence]) -> Result<Case, SpecError> {
+    let geometry = spec.heads.geometry()?;
+    let heads = &spec.heads;
+    let rows = Rows {
+        q: heads.q_heads as usize * heads.head_dim as usize,
+        k: heads.kv_heads as usize * heads.head_dim as usize,
+        v: heads.kv_heads as usize * heads.v_head_dim as usize,
+    };
+    for (seq, s) in sequences.iter().enumerate() {
+        for (tensor, data, len, row) in
+            [("q", &s.q, s.q_len, rows.q), ("k", &s.k, s.kv_len, rows.k), ("v", &s.v, s.kv_len, rows.v)]
+        {
+            let needed = len as usize * row;
+            if data.len() != needed {
+                return Err(SpecError::SequenceSize { seq, tensor, found: data.len(), needed });
+            }
+        }
+    }
+    let q: Vec<f32> = sequences.iter().flat_map(|s| s.q.iter().copied()).collect();
+    let q_indptr = indptr("query rows", sequences.iter().map(|s| s.q_len))?;
+    let total_q = q_indptr.last().map_or(0, |n| *n as usize);
+    let dims = |head_count: u32, dim: u32| (head_count as usize, dim as usize);
+    let (q_heads, head_dim) = dims(heads.q_heads, heads.head_dim);
+    let (kv_heads, v_head_dim) = dims(heads.kv_heads, heads.v_head_dim);
+    let q = Tensor::from_f32(spec.q, &[total_q, q_heads, head_dim], &q)?;
+
+    let kv = match &spec.kv_input {
+        KvInput::Contiguous(_) => {
+            let kv_indptr = indptr("keys", sequences.iter().map(|s| s.kv_len))?;
+            let total_kv = kv_indptr.last().map_or(0, |n| *n as usize);
+            let packed = |part: fn(&Sequence) -> &Vec<f32>, dim: usize| {
+                let data: Vec<f32> = sequences.iter().flat_map(|s| part(s).iter().copied()).collect();
+                Tensor::from_f32(spec.kv, &[total_kv, kv_heads, dim], &data)
+            };
+            KvSource::Contiguous { k: packed(|s| &s.k, head_dim)?, v: packed(|s| &s.v, v_head_dim)?, kv_indptr }
+        }
+        KvInput::Paged(pool) => {
+            let table = page_table(pool, spec.page_size()?, spec.seed, sequences)?;
+            let page = pool.page_size as usize;
+            let filled = |part: fn(&Sequence) -> &Vec<f32>, row: usize, dim: usize| {
+                let mut data = poisoned(pool.poison, spec.kv, table.page_count as usize * page * row, spec.seed);
+                let bounds = table.indptr.iter().zip(table.indptr.iter().skip(1));
+                for (s, (start, end)) in sequences.iter().zip(bounds) {
+                    let ids = table.ids.iter().take(*end as usize).skip(*start as usize);
+                    for (source, id) in part(s).chunks((page * row).max(1)).zip(ids) {
+                        let start = *id as usize * page * row;
+                        if let Some(slots) = data.get_mut(start..start + source.len()) {
+                            slots.copy_from_slice(source);
+                        }
+                    }
+                }
+                Tensor::from_f32(spec.kv, &[table.page_count as usize, page, kv_heads, dim], &data)
+            };
+            KvSource::Paged {
+                k_pages: filled(|s| &s.k, rows.k, head_dim)?,
+                v_pages: filled(|s| &s.v, rows.v, v_head_dim)?,
+                page_indptr: table.indptr.clone(),
+                page_ids: table.ids.clone(),
+                kv_len: sequences.iter().map(|s| s.kv_len).collect(),
+            }
+        }
+    };
+    Ok(Case::new(geometry, spec.options()?, q, q_indptr, kv)?)
+}
+
+/// The pages for a contiguous case of `spec` to be written into, sequence after sequence.
+///
+/// # Errors
+/// [`SpecError::TooMany`].
+pub fn append_page_ids(spec: &CaseSpec) -> Result<Vec<u32>, SpecError> {
+    let page_size = spec.page_size()?;
+    let needed = spec.seqs.iter().map(|s| page_size.pages_for(s.kv_len) as usize).sum();
+    Ok(page_order(spec.kv_input.pool(), needed, spec.seed)?.0)
+}
+
+/// Elements of a row of all heads.
+struct Rows {
+    q: usize,
+    k: usize,
+    v: usize,
+}
+
+struct PageTable {
+    indptr: Vec<u32>,
+    ids: Vec<u32>,
+    page_count: u32,
+}
+
+fn page_table(pool: &Pool, page_size: PageSize, seed: u64, sequences: &[Sequence]) -> Result<PageTable, SpecError> {
+    // The first of the sequences that share their pages brings them in.
+    let mut owner: HashMap<(u32, u32), usize> = HashMap::new();
+    let mut needed = 0_usize;
+    let mut starts = Vec::with_capacity(sequences.len());
+    for s in sequences {
+        let pages = page_size.pages_for(s.kv_len) as usize + pool.surplus as usize;
+        let start = if pool.share { *owner.entry((s.kv_stream, s.kv_len)).or_insert(needed) } else { needed };
+        if start == needed {
+            needed += pages;
+        }
+        starts.push((start, pages));
+    }
+    let (order, page_count) = page_order(pool, needed, seed)?;
+    Ok(PageTable {
+        indptr: indptr("page-table entries", starts.iter().map(|(_, pages)| *pages as u32))?,
+        ids: starts.iter().flat_map(|(start, pages)| order.iter().copied().skip(*start).take(*pages)).collect(),
+        page_count,
+    })
+}
+
+/// `needed` page ids in the order of their use, and the number of pages in the pool.
+fn page_order(pool: &Pool, needed: usize, seed: u64) -> Result<(Vec<u32>, u32), SpecError> {
+    let found = needed.saturating_mul(pool.times.max(1) as usize);
+    let page_count = u32::try_from(found).map_err(|_| SpecError::TooMany { what: "the number of pages", found })?;
+    let mut ids: Vec<u32> = (0..page_count).collect();
+    match pool.order {
+        PageOrder::InOrder => {}
+        PageOrder::Reversed => ids.reverse(),
+        PageOrder::Shuffled => ids.shuffle(&mut stream(seed, PAGE_TAG, pool.page_size)),
+    }
+    ids.truncate(needed);
+    Ok((ids, page_count))
+}
+
+/// Streams for what no sequence owns: apart from those of the values.
+const PAGE_TAG: u64 = 16;
+const POISON_TAG: u64 = 17;
+
+fn poisoned(poison: Poison, dtype: Dtype, len: usize, seed: u64) -> Vec<f32> {
+    // The largest magnitude that is finite in every type.
+    const LARGE: f32 = 60_000.0;
+    let cycle = |values: &[f32]| values.iter().copied().cycle().take(len).collect();
+    match poison {
+        Poison::Zero => vec![0.0; len],
+        Poison::NaN => vec![f32::NAN; len],
+        Poison::Infinity => vec![f32::INFINITY; len],
+        // Five values: no row length of the table is a multiple, so that every channel meets each of them.
+        Poison::Mixed => match dtype {
+            Dtype::F16 => cycle(&[f32::NAN, f32::INFINITY, LARGE, f32::NEG_INFINITY, -LARGE]),
+            Dtype::F32 | Dtype::Bf16 => cycle(&[f32::NAN, f32::INFINITY, 3e38, f32::NEG_INFINITY, -3e38]),
+        },
+        Poison::Garbage => {
+            let mut rng = stream(seed, POISON_TAG, 0);
+            (0..len).map(|_| rng.random_range(-LARGE..LARGE)).collect()
+        }
+    }
+}
+
+/// Running sums, from 0.
+fn indptr(what: &'static str, lengths: impl Iterator<Item = u32>) -> Result<Vec<u32>, SpecError> {
+    let mut sum = 0_usize;
+    let mut ends = vec![0];
+    for len in lengths {
+        sum += len as usize;
+        ends.push(u32::try_from(sum).map_err(|_| SpecError::TooMany { what, found: sum })?);
+    }
+    Ok(ends)
+}

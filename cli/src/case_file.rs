@@ -1,0 +1,273 @@
+//! A case file: safetensors in, a validated [`Case`] out.
+
+use std::path::Path;
+
+use paged_attention::{AttentionOptions, Case, Dtype, HEAD_DIM_MAX, HeadGeometry, KvSource, PageSize, Tensor};
+use safetensors::tensor::TensorView;
+use safetensors::{SafeTensorError, SafeTensors};
+
+use crate::args::{PagingFlags, SettingFlags};
+use crate::error::InputError;
+use crate::{header, index, settings};
+
+/// The tensors of a contiguous cache; `k` and `v` mark it.
+const CONTIGUOUS: [&str; 3] = ["k", "v", "kv_indptr"];
+/// The tensors of a paged cache; `k_pages` and `v_pages` mark it.
+const PAGED: [&str; 5] = ["k_pages", "v_pages", "page_indptr", "page_ids", "kv_len"];
+/// Tensors of options that are not provided yet. Ignoring one would give a wrong result.
+const LATER: [&str; 4] = ["alibi_slopes", "sinks", "mask", "bias"];
+
+/// Heads beyond which a shape is taken for a mistake. A tensor without rows costs its author nothing, while the
+/// reference keeps figures per head.
+const HEADS_MAX: u32 = 1 << 16;
+
+const FLOATS: &str = "F32, F16 or BF16";
+
+/// A case and what is worth a warning.
+#[derive(Debug)]
+pub struct Loaded {
+    /// The case.
+    pub case: Case,
+    /// Names of tensors that mean nothing here.
+    pub unknown: Vec<String>,
+    /// Size of the file.
+    pub bytes: u64,
+}
+
+/// Reads a case and checks all of it.
+pub fn load(path: &Path, flags: &SettingFlags, paging: &PagingFlags) -> Result<Loaded, InputError> {
+    let bytes = std::fs::read(path)?;
+    parse(&bytes, flags, paging)
+}
+
+/// [`load`] from memory.
+pub fn parse(bytes: &[u8], flags: &SettingFlags, paging: &PagingFlags) -> Result<Loaded, InputError> {
+    let file = header::open(bytes)?;
+    let tensors = Tensors(&file.tensors);
+    for tensor in LATER {
+        if tensors.has(tensor) {
+            return Err(InputError::Unsupported {
+                what: format!("tensor `{tensor}`"),
+                instead: "a case without it is",
+            });
+        }
+    }
+    let settings = settings::resolve(flags, &file.metadata)?;
+    let is_paged = tensors.is_paged()?;
+    check_paging(is_paged, paging)?;
+
+    let q = tensors.floats("q", "[total_q, q_heads, head_dim]", 3)?;
+    let (k_name, v_name, shape) = if is_paged {
+        ("k_pages", "v_pages", "[pages, page_size, kv_heads, dim]")
+    } else {
+        ("k", "v", "[total_kv, kv_heads, dim]")
+    };
+    let rank = if is_paged { 4 } else { 3 };
+    let k = tensors.floats(k_name, shape, rank)?;
+    let v = tensors.floats(v_name, shape, rank)?;
+    let geometry = geometry(&q, (k_name, &k), (v_name, &v))?;
+    check_kv_dtype(k_name, k.dtype(), paging)?;
+
+    let mut options = AttentionOptions::new(&geometry).with_causal(settings.causal);
+    if let Some(scale) = settings.scale {
+        options = options.with_scale(scale);
+    }
+    let total_q = q.shape().first().copied().unwrap_or(0);
+    let (q_indptr, kv) = if is_paged {
+        let page_size = k.shape().get(1).copied().unwrap_or(0);
+        u32::try_from(page_size)
+            .map_err(|_| ())
+            .and_then(|tokens| PageSize::new(tokens).map_err(|_| ()))
+            .map_err(|()| shape_error(k_name, &k, format!("a page_size from 1 to {} is needed", u32::MAX)))?;
+        let kv_len = tensors.index_needed("kv_len", "a paged case states each sequence's length")?;
+        let kv = KvSource::Paged {
+            k_pages: k,
+            v_pages: v,
+            page_indptr: tensors.index_needed("page_indptr", "a paged case has a page table")?,
+            page_ids: tensors.index_needed("page_ids", "a paged case has a page table")?,
+            kv_len: kv_len.clone(),
+        };
+        (tensors.indptr("q_indptr", total_q, ("kv_len", kv_len.len()))?, kv)
+    } else {
+        let total_kv = k.shape().first().copied().unwrap_or(0);
+        let seqs = |indptr: Option<Vec<u32>>| indptr.map_or(1, |indptr| indptr.len().saturating_sub(1));
+        let (q_seqs, kv_seqs) = (seqs(tensors.index("q_indptr")?), seqs(tensors.index("kv_indptr")?));
+        let q_indptr = tensors.indptr("q_indptr", total_q, ("kv_indptr", kv_seqs))?;
+        let kv_indptr = tensors.indptr("kv_indptr", total_kv, ("q_indptr", q_seqs))?;
+        (q_indptr, KvSource::Contiguous { k, v, kv_indptr })
+    };
+    Ok(Loaded {
+        case: Case::new(geometry, options, q, q_indptr, kv)?,
+        unknown: tensors.unknown(),
+        bytes: bytes.len() as u64,
+    })
+}
+
+/// Flags that only a contiguous case can obey.
+fn check_paging(is_paged: bool, paging: &PagingFlags) -> Result<(), InputError> {
+    let given = [("--page-size", paging.page_size.is_some()), ("--shuffle-pages", paging.shuffle_pages.is_some())];
+    match given.into_iter().find(|(_, given)| *given) {
+        Some((flag, _)) if is_paged => {
+            Err(InputError::Flag { flag, why: "the file is paged already (`k_pages`, `v_pages`)".into() })
+        }
+        _ => Ok(()),
+    }
+}
+
+fn check_kv_dtype(tensor: &'static str, found: Dtype, paging: &PagingFlags) -> Result<(), InputError> {
+    match paging.kv_dtype {
+        Some(asked) if asked.name() != found.to_string() => Err(InputError::Unsupported {
+            what: format!("--kv-dtype {} where `{tensor}` is {found}", asked.name()),
+            instead: "pages are stored in the type that the file has",
+        }),
+        _ => Ok(()),
+    }
+}
+
+/// Heads and dimensions out of the shapes, with the tensor named that has an unusable one.
+fn geometry(
+    q: &Tensor,
+    (k_name, k): (&'static str, &Tensor),
+    (v_name, v): (&'static str, &Tensor),
+) -> Result<HeadGeometry, InputError> {
+    let [q_heads, head_dim] = last_two("q", q)?;
+    let [kv_heads, _] = last_two(k_name, k)?;
+    let [_, v_head_dim] = last_two(v_name, v)?;
+    for (name, tensor, heads) in [("q", q, q_heads), (k_name, k, kv_heads)] {
+        if heads > HEADS_MAX {
+            return Err(shape_error(name, tensor, format!("at most {HEADS_MAX} heads are supported")));
+        }
+    }
+    for (name, tensor, dim) in [("q", q, head_dim), (v_name, v, v_head_dim)] {
+        if dim > HEAD_DIM_MAX {
+            return Err(shape_error(
+                name,
+                tensor,
+                format!("a head dimension over {HEAD_DIM_MAX} is not supported yet"),
+            ));
+        }
+    }
+    HeadGeometry::with_v_head_dim(q_heads, kv_heads, head_dim, v_head_dim).map_err(|error| {
+        use paged_attention::GeometryError as E;
+        let (name, tensor) = match &error {
+            E::ZeroHeads { name: "kv_heads" } => (k_name, k),
+            E::HeadDim { name: "v_head_dim", .. } => (v_name, v),
+            _ => ("q", q),
+        };
+        match error {
+            E::HeadRatio { .. } => {
+                shape_error(name, tensor, format!("{error}, which `{k_name}` has by its shape {:?}", k.shape()))
+            }
+            error => shape_error(name, tensor, error.to_string()),
+        }
+    })
+}
+
+fn last_two(name: &'static str, tensor: &Tensor) -> Result<[u32; 2], InputError> {
+    // A tensor without elements may have any other dimension, so each is checked.
+    let dims: Option<Vec<u32>> = tensor.shape().iter().map(|dim| u32::try_from(*dim).ok()).collect();
+    match dims.as_deref() {
+        Some([.., heads, dim]) => Ok([*heads, *dim]),
+        _ => Err(shape_error(name, tensor, format!("dimensions up to {} are supported", u32::MAX))),
+    }
+}
+
+fn shape_error(tensor: &'static str, found: &Tensor, needed: String) -> InputError {
+    InputError::Shape { tensor, found: found.shape().to_vec(), needed }
+}
+
+/// The tensors of one file, by name.
+struct Tensors<'a>(&'a SafeTensors<'a>);
+
+impl<'a> Tensors<'a> {
+    fn get(&self, name: &str) -> Option<TensorView<'a>> {
+        match self.0.tensor(name) {
+            Ok(view) => Some(view),
+            Err(SafeTensorError::TensorNotFound(_)) => None,
+            // `tensor` has no other error.
+            Err(_) => None,
+        }
+    }
+
+    fn has(&self, name: &str) -> bool {
+        self.get(name).is_some()
+    }
+
+    /// Names that mean nothing here, sorted.
+    fn unknown(&self) -> Vec<String> {
+        let mut names: Vec<String> = self
+            .0
+            .names()
+            .into_iter()
+            .filter(|name| !["q", "q_indptr"].contains(name) && !CONTIGUOUS.contains(name) && !PAGED.contains(name))
+            .map(str::to_owned)
+            .collect();
+        names.sort_unstable();
+        names
+    }
+
+    /// Whether the cache is paged. Tensors of both kinds are refused: one of them would be ignored.
+    fn is_paged(&self) -> Result<bool, InputError> {
+        let first = |names: &[&'static str]| names.iter().copied().find(|name| self.has(name));
+        match (first(&CONTIGUOUS), first(&PAGED)) {
+            (Some(other), Some(tensor)) => Err(InputError::Conflict {
+                tensor,
+                other,
+                why: "keys and values are either contiguous (`k`, `v`, `kv_indptr`) or paged (`k_pages`, `v_pages`, \
+                      `page_indptr`, `page_ids`, `kv_len`)",
+            }),
+            (None, None) => Err(InputError::Missing {
+                tensor: "k",
+                why: "keys and values are needed, contiguous (`k`, `v`) or paged (`k_pages`, `v_pages`)".into(),
+            }),
+            (_, paged) => Ok(paged.is_some()),
+        }
+    }
+
+    fn needed(&self, name: &'static str, why: &str) -> Result<TensorView<'a>, InputError> {
+        self.get(name).ok_or_else(|| InputError::Missing { tensor: name, why: why.to_owned() })
+    }
+
+    fn floats(&self, name: &'static str, shape: &str, rank: usize) -> Result<Tensor, InputError> {
+        let view = self.needed(name, &format!("it is needed, of shape {shape} and type {FLOATS}"))?;
+        let dtype = match view.dtype() {
+            safetensors::Dtype::F32 => Dtype::F32,
+            safetensors::Dtype::F16 => Dtype::F16,
+            safetensors::Dtype::BF16 => Dtype::Bf16,
+            found => return Err(InputError::Dtype { tensor: name, found: found.to_string(), needed: FLOATS }),
+        };
+        if view.shape().len() != rank {
+            let found = view.shape().to_vec();
+            return Err(InputError::Shape {
+                tensor: name,
+                found,
+                needed: format!("{rank} dimensions {shape} are needed"),
+            });
+        }
+        Tensor::from_bytes(dtype, view.shape(), view.data().to_vec())
+            .map_err(|error| InputError::Tensor { tensor: name, error })
+    }
+
+    fn index(&self, name: &'static str) -> Result<Option<Vec<u32>>, InputError> {
+        self.get(name).map(|view| index::read(name, &view)).transpose()
+    }
+
+    fn index_needed(&self, name: &'static str, why: &str) -> Result<Vec<u32>, InputError> {
+        index::read(name, &self.needed(name, why)?)
+    }
+
+    /// An indptr that may be left out where there is one sequence; `other` says how many another tensor has.
+    fn indptr(&self, name: &'static str, rows: usize, other: (&str, usize)) -> Result<Vec<u32>, InputError> {
+        match (self.index(name)?, other) {
+            (Some(indptr), _) => Ok(indptr),
+            (None, (_, 1)) => u32::try_from(rows).map(|rows| vec![0, rows]).map_err(|_| InputError::Missing {
+                tensor: name,
+                why: format!("it stands for 0 .. {rows}, more rows than the {} that are supported", u32::MAX),
+            }),
+            (None, (other, seqs)) => Err(InputError::Missing {
+                tensor: name,
+                why: format!("it may be left out for one sequence only, and `{other}` is for {seqs}"),
+            }),
+        }
+    }
+}

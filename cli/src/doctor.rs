@@ -1,0 +1,229 @@
+//! `paged-attention doctor`: which adapter would be used, why, and whether its kernels work.
+
+use std::fmt::Write;
+
+use paged_attention::adapter;
+use serde::Serialize;
+
+use crate::args::DoctorArgs;
+use crate::attend::{complain, print};
+use crate::device::{self, Device};
+use crate::report::{self, AdapterName};
+use crate::selftest::{self, Verdict};
+
+/// One adapter and how it did.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+struct Examined {
+    /// What `--adapter` takes.
+    index: usize,
+    #[serde(flatten)]
+    name: AdapterName,
+    kind: String,
+    /// Whether `attend` would use it with the same `--adapter`.
+    chosen: bool,
+    /// Why, or why not.
+    reason: String,
+    features: Features,
+    limits: Limits,
+    /// Whether every kernel passed.
+    passed: bool,
+    /// Why no kernel ran.
+    error: Option<String>,
+    kernels: Vec<Verdict>,
+}
+
+/// Features that decide between variants of a kernel.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+struct Features {
+    shader_f16: bool,
+    subgroups: bool,
+    subgroup_min_size: u32,
+    subgroup_max_size: u32,
+    timestamps: bool,
+}
+
+/// Limits that the kernels meet first.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+struct Limits {
+    storage_binding_bytes: u64,
+    buffer_bytes: u64,
+    workgroup_memory_bytes: u32,
+    workgroup_invocations: u32,
+    workgroups_per_axis: u32,
+    storage_buffers_per_stage: u32,
+}
+
+/// The whole report.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+struct Diagnosis {
+    exit: u8,
+    adapters: Vec<Examined>,
+    advice: Option<String>,
+}
+
+/// Runs the subcommand and returns the exit status.
+pub fn run(args: &DoctorArgs) -> u8 {
+    let adapters = pollster::block_on(adapter::list(&device::instance()));
+    let infos: Vec<_> = adapters.iter().map(wgpu::Adapter::get_info).collect();
+    let chosen = match adapter::select(&infos, args.adapter.as_deref()) {
+        Ok(chosen) => chosen,
+        Err(error) => {
+            complain(&error);
+            return report::NO_DEVICE;
+        }
+    };
+    let examined: Vec<Examined> = adapters
+        .into_iter()
+        .enumerate()
+        .filter(|(index, _)| args.adapter.is_none() || *index == chosen)
+        .map(|(index, adapter)| {
+            let asked_for = args.adapter.is_some();
+            examine(index, adapter, index == chosen, reason(&infos, index, chosen, asked_for))
+        })
+        .collect();
+    let diagnosis = Diagnosis {
+        exit: if examined.iter().any(|adapter| adapter.passed) { report::PASSED } else { report::NO_DEVICE },
+        advice: advice(&examined),
+        adapters: examined,
+    };
+    print(args.json, &diagnosis, || text(&diagnosis));
+    diagnosis.exit
+}
+
+/// Why an adapter is chosen, or not.
+fn reason(infos: &[wgpu::AdapterInfo], index: usize, chosen: usize, asked_for: bool) -> String {
+    let (Some(own), Some(best)) = (infos.get(index), infos.get(chosen)) else {
+        return String::new();
+    };
+    let (kind, best_kind) = (adapter::kind(own), adapter::kind(best));
+    if asked_for {
+        format!("asked for with --adapter; {kind}")
+    } else if index == chosen {
+        match infos.len() {
+            1 => format!("{kind}, the only adapter there is"),
+            _ => format!("{kind} through {}, the best rank", own.backend),
+        }
+    } else if kind != best_kind {
+        format!("{kind}, which ranks after {best_kind}")
+    } else if own.backend == wgpu::Backend::Gl && best.backend != wgpu::Backend::Gl {
+        format!("{kind} as well, but through OpenGL, which ranks after {}", best.backend)
+    } else {
+        format!("{kind} as well, but listed later")
+    }
+}
+
+fn examine(index: usize, adapter: wgpu::Adapter, chosen: bool, reason: String) -> Examined {
+    let info = adapter.get_info();
+    let (features, limits) = (adapter.features(), adapter.limits());
+    let mut examined = Examined {
+        index,
+        name: AdapterName::new(&info),
+        kind: adapter::kind(&info).to_string(),
+        chosen,
+        reason,
+        features: Features {
+            shader_f16: features.contains(wgpu::Features::SHADER_F16),
+            subgroups: features.contains(wgpu::Features::SUBGROUP),
+            subgroup_min_size: info.subgroup_min_size,
+            subgroup_max_size: info.subgroup_max_size,
+            timestamps: features.contains(wgpu::Features::TIMESTAMP_QUERY),
+        },
+        limits: Limits {
+            storage_binding_bytes: limits.max_storage_buffer_binding_size,
+            buffer_bytes: limits.max_buffer_size,
+            workgroup_memory_bytes: limits.max_compute_workgroup_storage_size,
+            workgroup_invocations: limits.max_compute_invocations_per_workgroup,
+            workgroups_per_axis: limits.max_compute_workgroups_per_dimension,
+            storage_buffers_per_stage: limits.max_storage_buffers_per_shader_stage,
+        },
+        passed: false,
+        error: None,
+        kernels: Vec::new(),
+    };
+    match Device::new(adapter) {
+        Ok(mut device) => {
+            examined.kernels = selftest::ALL.iter().map(|test| test.run(&mut device)).collect();
+            examined.passed = examined.kernels.iter().all(|kernel| kernel.passed);
+        }
+        Err(error) => examined.error = Some(error),
+    }
+    examined
+}
+
+/// What to do where the chosen adapter is not the one to use.
+fn advice(examined: &[Examined]) -> Option<String> {
+    let chosen = examined.iter().find(|adapter| adapter.chosen)?;
+    if chosen.passed {
+        return (chosen.kind == adapter::Kind::Software.to_string()).then(|| {
+            format!(
+                "only a software renderer would be used; it is exact but slow. For a GPU, {}",
+                adapter::INSTALL_HINT
+            )
+        });
+    }
+    Some(match examined.iter().find(|adapter| adapter.passed) {
+        Some(other) => {
+            format!("the adapter of choice fails; --adapter {} ({}) passes", other.index, other.name.adapter)
+        }
+        None => format!("no adapter passes; update the GPU's driver, or {}", adapter::INSTALL_HINT),
+    })
+}
+
+fn text(diagnosis: &Diagnosis) -> String {
+    let mut text = String::new();
+    for adapter in &diagnosis.adapters {
+        describe(&mut text, adapter);
+    }
+    if let Some(advice) = &diagnosis.advice {
+        let _ = writeln!(text, "{advice}");
+    }
+    text
+}
+
+/// Writing to a String does not fail, so the results are dropped.
+fn describe(text: &mut String, examined: &Examined) {
+    let Examined { index, name, features, limits, .. } = examined;
+    let mark = if examined.chosen { "*" } else { " " };
+    let _ = writeln!(text, "{mark}{index}  {} ({}, {})", name.adapter, name.backend, name.driver);
+    let mut line = |label: &str, value: &str| {
+        let _ = writeln!(text, "    {label:<9} {value}");
+    };
+    line(if examined.chosen { "chosen" } else { "not used" }, &examined.reason);
+    let yes = |has: bool| if has { "yes" } else { "no" };
+    let subgroups = match (features.subgroups, features.subgroup_min_size, features.subgroup_max_size) {
+        (false, ..) => "no".to_owned(),
+        (true, min, max) if min == max => format!("of {min}"),
+        (true, min, max) => format!("of {min} to {max}"),
+    };
+    line(
+        "features",
+        &format!("f16 {}, subgroups {subgroups}, timestamps {}", yes(features.shader_f16), yes(features.timestamps)),
+    );
+    line(
+        "limits",
+        &format!(
+            "binding {} MiB, buffer {} MiB, workgroup memory {} KiB, {} invocations, {} workgroups per axis, {} \
+             storage buffers per stage",
+            limits.storage_binding_bytes >> 20,
+            limits.buffer_bytes >> 20,
+            limits.workgroup_memory_bytes >> 10,
+            limits.workgroup_invocations,
+            limits.workgroups_per_axis,
+            limits.storage_buffers_per_stage
+        ),
+    );
+    if let Some(error) = &examined.error {
+        line("failed", error);
+    }
+    for kernel in &examined.kernels {
+        let own = kernel.ran.iter().find(|used| used.name.starts_with(kernel.kernel));
+        let used = own.map_or(String::new(), |used| format!(": {}, {}", used.name, used.reason));
+        let verdict = match (&kernel.error, kernel.max_bound_ratio) {
+            (Some(error), _) => format!("FAILED: {error}"),
+            (None, Some(ratio)) => format!("ok, measured/bound {ratio:.3}"),
+            (None, None) => "ok".to_owned(),
+        };
+        line(kernel.kernel, &format!("{verdict}{used}"));
+    }
+    text.push('\n');
+}

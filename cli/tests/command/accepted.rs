@@ -1,0 +1,150 @@
+//! Inputs that must pass every check. Without an adapter they end with exit status 3, so these tests need none.
+
+use crate::support::{File, folder_with, names_in, without_adapter};
+
+fn check(rows: &[(&str, Vec<u8>, &[&str])]) {
+    let mut failures = Vec::new();
+    for (name, case, flags) in rows {
+        let (folder, _) = folder_with(case);
+        let args: Vec<&str> =
+            ["attend", "case.safetensors", "--out", "out.safetensors"].iter().chain(*flags).copied().collect();
+        let run = without_adapter(folder.path(), &args);
+        if run.code != Some(3) || !run.stderr.contains("mesa-vulkan-drivers") || !run.stdout.is_empty() {
+            failures.push(format!("{name}: {run:?}"));
+        }
+        assert_eq!(names_in(folder.path()), ["case.safetensors"], "{name}");
+    }
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+}
+
+#[test]
+fn neutral_and_legal_inputs() {
+    let (flat, paged) = (File::contiguous, File::paged);
+    check(&[
+        ("contiguous", flat().bytes(), &[]),
+        ("paged", paged().bytes(), &[]),
+        ("u32 and i64 indices", flat().u32("q_indptr", &[0, 1, 3]).i64("kv_indptr", &[0, 4, 10]).bytes(), &[]),
+        ("one sequence without indptr", flat().without("q_indptr").without("kv_indptr").bytes(), &[]),
+        ("one sequence, one indptr", flat().without("q_indptr").i32("kv_indptr", &[0, 10]).bytes(), &[]),
+        (
+            "paged, one sequence",
+            paged().without("q_indptr").i32("page_indptr", &[0, 4]).i32("kv_len", &[13]).bytes(),
+            &[],
+        ),
+        (
+            "no sequences",
+            flat()
+                .f32("q", &[0, 4, 8])
+                .f32("k", &[0, 2, 8])
+                .f32("v", &[0, 2, 8])
+                .i32("q_indptr", &[0])
+                .i32("kv_indptr", &[0])
+                .bytes(),
+            &[],
+        ),
+        ("no rows", flat().f32("q", &[0, 4, 8]).i32("q_indptr", &[0, 0, 0]).bytes(), &[]),
+        ("no keys", flat().f32("k", &[0, 2, 8]).f32("v", &[0, 2, 8]).i32("kv_indptr", &[0, 0, 0]).bytes(), &[]),
+        (
+            "no pages",
+            paged()
+                .f32("k_pages", &[0, 4, 2, 8])
+                .f32("v_pages", &[0, 4, 2, 8])
+                .i32("page_indptr", &[0, 0, 0])
+                .i32("page_ids", &[])
+                .i32("kv_len", &[0, 0])
+                .bytes(),
+            &[],
+        ),
+        ("shared pages", paged().i32("page_ids", &[1, 0, 1, 0]).bytes(), &[]),
+        ("value dimension of its own", flat().f32("v", &[10, 2, 5]).bytes(), &[]),
+        ("dimension 256", flat().f32("q", &[3, 4, 256]).f32("k", &[10, 2, 256]).bytes(), &[]),
+        // Sequence 0 owns one slot of page 0, nobody owns page 4.
+        ("NaN in a tail", paged().f32_with("k_pages", &[5, 4, 2, 8], 16, f32::NAN).bytes(), &[]),
+        ("NaN in a spare page", paged().f32_with("v_pages", &[5, 4, 2, 8], 4 * 64, f32::NAN).bytes(), &[]),
+        (
+            "unknown metadata",
+            flat().meta("made_by", "somebody").meta("causal", "true").meta("scale", "-0.5").bytes(),
+            &[],
+        ),
+        (
+            "neutral metadata",
+            flat().meta("window_left", "-1").meta("window_right", "-1").meta("softcap", "0.0").bytes(),
+            &[],
+        ),
+        (
+            "neutral flags",
+            flat().bytes(),
+            &[
+                "--window-left",
+                "-1",
+                "--window-right=-1",
+                "--softcap",
+                "0",
+                "--scale",
+                "-1e-3",
+                "--causal",
+                "false",
+                "--kv-dtype",
+                "f32",
+                "--layout",
+                "head",
+                "--out-dtype",
+                "f16",
+                "--page-size",
+                "1",
+                "--shuffle-pages",
+                "7",
+            ],
+        ),
+        ("flags win", flat().meta("scale", "nan").meta("softcap", "3").bytes(), &["--scale", "1", "--softcap", "0"]),
+    ]);
+}
+
+#[test]
+fn unknown_tensors_are_warned_about() {
+    let (folder, _) = folder_with(&File::contiguous().f32("positions", &[3]).bytes());
+    let run = without_adapter(folder.path(), &["attend", "case.safetensors", "--json"]);
+    assert_eq!(run.code, Some(3), "{run:?}");
+    assert!(run.stderr.contains("warning") && run.stderr.contains("`positions`"), "{run:?}");
+}
+
+#[test]
+fn help_and_version() {
+    let folder = tempfile::tempdir().unwrap();
+    for (args, says) in [
+        (vec!["--help"], "doctor"),
+        (vec!["--version"], "paged-attention"),
+        (vec!["attend", "--help"], "page_indptr"),
+        (vec!["attend", "-h"], "--shuffle-pages"),
+        (vec!["doctor", "--help"], "WGPU_BACKEND"),
+    ] {
+        let run = without_adapter(folder.path(), &args);
+        assert_eq!(run.code, Some(0), "{run:?}");
+        assert!(run.stdout.contains(says), "{args:?} must say {says}: {run:?}");
+    }
+    assert_eq!(without_adapter(folder.path(), &["flash"]).code, Some(2));
+}
+
+#[test]
+fn doctor_without_adapters_says_what_to_install() {
+    let folder = tempfile::tempdir().unwrap();
+    for args in [&["doctor"][..], &["doctor", "--json"], &["doctor", "--adapter", "0"]] {
+        let run = without_adapter(folder.path(), args);
+        assert_eq!(run.code, Some(3), "{run:?}");
+        assert!(run.stderr.contains("mesa-vulkan-drivers"), "{run:?}");
+    }
+}
+
+/// A broken case does not keep the others of a folder from running; the worst status counts.
+#[test]
+fn one_bad_case_of_several() {
+    let (folder, _) = folder_with(&File::contiguous().bytes());
+    std::fs::write(folder.path().join("bad.safetensors"), b"nothing").unwrap();
+    let run = without_adapter(folder.path(), &["attend", "."]);
+    assert_eq!(run.code, Some(3), "the good case asks for an adapter: {run:?}");
+    assert!(run.stderr.contains("bad.safetensors: not a valid"), "{run:?}");
+    std::fs::remove_file(folder.path().join("case.safetensors")).unwrap();
+    let run = without_adapter(folder.path(), &["attend", ".", "nowhere", "--out", "out"]);
+    assert_eq!(run.code, Some(2), "no case is left to run: {run:?}");
+    assert_eq!(names_in(folder.path()), ["bad.safetensors"]);
+}

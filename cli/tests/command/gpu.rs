@@ -1,0 +1,273 @@
+//! Runs on an adapter. They fail where there is none; PAGED_ATTENTION_SKIP_GPU=1 is for machines without.
+
+use std::path::{Path, PathBuf};
+
+use half::f16;
+use safetensors::{Dtype, SafeTensors};
+use serde_json::Value;
+
+use crate::support::{File, Run, folder_with, names_in, with_adapter};
+
+/// Whether the test is to be left out, which is said aloud.
+fn skipped() -> bool {
+    let skip = std::env::var_os("PAGED_ATTENTION_SKIP_GPU").is_some_and(|value| value == "1");
+    if skip {
+        println!("SKIPPED: PAGED_ATTENTION_SKIP_GPU=1 is set");
+    }
+    skip
+}
+
+fn run(folder: &Path, args: &[&str]) -> Run {
+    let run = with_adapter(folder, args);
+    assert_ne!(
+        run.code,
+        Some(3),
+        "these tests need an adapter: install mesa-vulkan-drivers, or set PAGED_ATTENTION_SKIP_GPU=1 to do without\n{run:?}"
+    );
+    run
+}
+
+fn fixture() -> Vec<u8> {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/smollm2-135m-layer20.safetensors");
+    std::fs::read(path).unwrap()
+}
+
+/// `out` and `lse` of a result: type, shape, bytes.
+fn tensors(path: PathBuf) -> [(Dtype, Vec<usize>, Vec<u8>); 2] {
+    let bytes = std::fs::read(path).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    assert_eq!(file.len(), 2);
+    ["out", "lse"].map(|name| {
+        let tensor = file.tensor(name).unwrap();
+        (tensor.dtype(), tensor.shape().to_vec(), tensor.data().to_vec())
+    })
+}
+
+fn check_fields(report: &Value) {
+    for key in ["adapter", "backend", "driver", "max_abs_error", "max_bound_ratio", "nmse", "gpu_ms", "wall_ms"] {
+        assert!(report.get(key).is_some(), "no `{key}`: {report}");
+    }
+    assert!(report["backend"].is_string() && report["wall_ms"].is_f64());
+    for kernel in report["kernel"].as_array().unwrap() {
+        assert!(kernel["name"].is_string() && !kernel["reason"].as_str().unwrap().is_empty(), "{kernel}");
+    }
+}
+
+#[test]
+fn real_tensors() {
+    if skipped() {
+        return;
+    }
+    let (folder, _) = folder_with(&fixture());
+    let run =
+        run(folder.path(), &["attend", "case.safetensors", "--causal", "true", "--json", "--out", "out.safetensors"]);
+    assert_eq!(run.code, Some(0), "{run:?}");
+    let report = run.json();
+    check_fields(&report);
+    let ratio = report["max_bound_ratio"].as_f64().unwrap();
+    assert!(ratio > 0.0 && ratio <= 1.0, "{report}");
+    assert!(report["max_abs_error"].as_f64().unwrap() < 1e-4, "{report}");
+    assert_eq!(report["shape"]["total_q"], 600);
+    let [out, lse] = tensors(folder.path().join("out.safetensors"));
+    assert_eq!((out.0, out.1), (Dtype::F32, vec![600, 9, 64]));
+    assert_eq!((lse.0, lse.1), (Dtype::F32, vec![600, 9]));
+}
+
+#[test]
+fn table_for_people() {
+    if skipped() {
+        return;
+    }
+    let (folder, _) = folder_with(&File::contiguous().bytes());
+    let run = run(folder.path(), &["attend", "case.safetensors"]);
+    assert_eq!(run.code, Some(0), "{run:?}");
+    for part in [
+        "adapter",
+        "kernels",
+        "2 seqs, 3 rows x 4 heads on 10 keys x 2 heads, d 8",
+        "measured/bound",
+        "ms",
+        "inside the bound",
+    ] {
+        assert!(run.stdout.contains(part), "{part:?} is not said: {run:?}");
+    }
+    assert_eq!(names_in(folder.path()), ["case.safetensors"]);
+}
+
+/// Where the pages lie and how large they are does not show in the result, not even in the last bit.
+#[test]
+fn placement_does_not_change_a_bit() {
+    if skipped() {
+        return;
+    }
+    let (folder, _) = folder_with(&File::contiguous().bytes());
+    let runs: [&[&str]; 4] = [
+        &[],
+        &["--page-size", "1"],
+        &["--page-size", "4", "--shuffle-pages", "1"],
+        &["--page-size", "3", "--shuffle-pages", "2"],
+    ];
+    let results: Vec<_> = runs
+        .iter()
+        .map(|flags| {
+            let args = [&["attend", "case.safetensors", "--out", "out.safetensors"], *flags].concat();
+            let run = run(folder.path(), &args);
+            assert_eq!(run.code, Some(0), "{run:?}");
+            tensors(folder.path().join("out.safetensors"))
+        })
+        .collect();
+    assert!(results.iter().all(|result| *result == results[0]));
+}
+
+/// The keys of [`File::contiguous`] in pages of 4, with NaN in every slot that no sequence owns.
+fn paged_twin() -> File {
+    let (header, data) = File::contiguous().parts();
+    let rows = |name: &str| -> Vec<[f32; 16]> {
+        let offsets = [0, 1].map(|end| header[name]["data_offsets"][end].as_u64().unwrap() as usize);
+        let values: Vec<f32> =
+            data[offsets[0]..offsets[1]].chunks(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect();
+        values.chunks(16).map(|row| row.try_into().unwrap()).collect()
+    };
+    // Sequence 0: 4 keys in page 2. Sequence 1: 6 keys in pages 4 and 1.
+    let place = |key: usize| if key < 4 { (2, key) } else { ([4, 1][(key - 4) / 4], (key - 4) % 4) };
+    let pages = |name: &str| {
+        let mut pool = vec![f32::NAN; 5 * 4 * 16];
+        for (key, row) in rows(name).iter().enumerate() {
+            let (page, slot) = place(key);
+            pool[(page * 4 + slot) * 16..][..16].copy_from_slice(row);
+        }
+        pool
+    };
+    File::default()
+        .f32("q", &[3, 4, 8])
+        .i32("q_indptr", &[0, 1, 3])
+        .f32_values("k_pages", &[5, 4, 2, 8], &pages("k"))
+        .f32_values("v_pages", &[5, 4, 2, 8], &pages("v"))
+        .i32("page_indptr", &[0, 1, 3])
+        .i32("page_ids", &[2, 4, 1])
+        .i32("kv_len", &[4, 6])
+}
+
+#[test]
+fn paged_and_contiguous_give_the_same_bits() {
+    if skipped() {
+        return;
+    }
+    let (folder, _) = folder_with(&File::contiguous().bytes());
+    std::fs::write(folder.path().join("paged.safetensors"), paged_twin().bytes()).unwrap();
+    let run = run(folder.path(), &["attend", ".", "--causal", "true", "--out", "results", "--json"]);
+    assert_eq!(run.code, Some(0), "{run:?}");
+    let report = run.json();
+    for key in
+        ["adapter", "backend", "driver", "kernel", "max_abs_error", "max_bound_ratio", "nmse", "gpu_ms", "wall_ms"]
+    {
+        assert!(report.get(key).is_some(), "no `{key}`: {report}");
+    }
+    let cases = report["cases"].as_array().unwrap();
+    assert_eq!(cases.len(), 2);
+    cases.iter().for_each(check_fields);
+    assert_eq!(names_in(&folder.path().join("results")), ["case.safetensors", "paged.safetensors"]);
+    let result = |name| tensors(folder.path().join("results").join(name));
+    assert_eq!(result("case.safetensors"), result("paged.safetensors"));
+}
+
+#[test]
+fn half_precision_output() {
+    if skipped() {
+        return;
+    }
+    let (folder, _) = folder_with(&File::contiguous().bytes());
+    let at = |name: &str| folder.path().join(name);
+    let full = run(folder.path(), &["attend", "case.safetensors", "--out", "full.safetensors"]);
+    let half = run(folder.path(), &["attend", "case.safetensors", "--out", "half.safetensors", "--out-dtype", "f16"]);
+    assert_eq!((full.code, half.code), (Some(0), Some(0)), "{full:?} {half:?}");
+    let [full_out, full_lse] = tensors(at("full.safetensors"));
+    let [half_out, half_lse] = tensors(at("half.safetensors"));
+    assert_eq!(full_lse, half_lse);
+    assert_eq!((half_out.0, &half_out.1), (Dtype::F16, &full_out.1));
+    for (full, half) in full_out.2.chunks(4).zip(half_out.2.chunks(2)) {
+        let full = f32::from_le_bytes(full.try_into().unwrap());
+        let half = f16::from_le_bytes(half.try_into().unwrap()).to_f32();
+        assert!((full - half).abs() <= full.abs() / 1024.0 + 1e-7, "{full} became {half}");
+    }
+}
+
+#[test]
+fn rows_without_keys_and_batches_without_rows() {
+    if skipped() {
+        return;
+    }
+    let no_keys = File::contiguous().f32("k", &[0, 2, 8]).f32("v", &[0, 2, 8]).i32("kv_indptr", &[0, 0, 0]);
+    let (folder, _) = folder_with(&no_keys.bytes());
+    let args = ["attend", "case.safetensors", "--out", "out.safetensors", "--json"];
+    let result = run(folder.path(), &args);
+    assert_eq!(result.code, Some(0), "{result:?}");
+    let [out, lse] = tensors(folder.path().join("out.safetensors"));
+    assert!(out.2.iter().all(|byte| *byte == 0), "exactly +0");
+    assert!(lse.2.chunks(4).all(|bytes| bytes == f32::NEG_INFINITY.to_le_bytes()));
+
+    let no_rows = File::contiguous().f32("q", &[0, 4, 8]).i32("q_indptr", &[0, 0, 0]);
+    let no_seqs = File::contiguous()
+        .f32("q", &[0, 4, 8])
+        .f32("k", &[0, 2, 8])
+        .f32("v", &[0, 2, 8])
+        .i32("q_indptr", &[0])
+        .i32("kv_indptr", &[0]);
+    for file in [no_rows, no_seqs] {
+        let (folder, _) = folder_with(&file.bytes());
+        let result = run(folder.path(), &args);
+        assert_eq!(result.code, Some(0), "{result:?}");
+        assert_eq!(result.json()["max_bound_ratio"].as_f64(), Some(0.0));
+        let [out, lse] = tensors(folder.path().join("out.safetensors"));
+        assert_eq!((out.1, lse.1), (vec![0, 4, 8], vec![0, 4]));
+    }
+}
+
+/// A folder with a broken case still runs the others, writes their results and none for the broken one.
+#[test]
+fn one_bad_case_of_several() {
+    if skipped() {
+        return;
+    }
+    let (folder, _) = folder_with(&File::contiguous().bytes());
+    std::fs::write(folder.path().join("bad.safetensors"), File::contiguous().without("v").bytes()).unwrap();
+    let run = run(folder.path(), &["attend", ".", "--out", "results", "--json"]);
+    assert_eq!(run.code, Some(2), "{run:?}");
+    assert!(run.stderr.contains("bad.safetensors: `v` is missing"), "{run:?}");
+    let report = run.json();
+    assert_eq!((report["passed"].as_u64(), report["unusable"].as_u64()), (Some(1), Some(1)));
+    assert_eq!(names_in(&folder.path().join("results")), ["case.safetensors"]);
+}
+
+#[test]
+fn adapters_by_name() {
+    if skipped() {
+        return;
+    }
+    let (folder, _) = folder_with(&File::contiguous().bytes());
+    let report = run(folder.path(), &["attend", "case.safetensors", "--json", "--adapter", "0"]);
+    assert_eq!(report.code, Some(0), "{report:?}");
+    let name = report.json()["adapter"].as_str().unwrap().to_uppercase();
+    let again = run(folder.path(), &["attend", "case.safetensors", "--json", "--adapter", &name]);
+    assert_eq!(again.json()["adapter"], report.json()["adapter"]);
+    let none = with_adapter(folder.path(), &["attend", "case.safetensors", "--adapter", "no such card"]);
+    assert_eq!(none.code, Some(3), "{none:?}");
+    assert!(none.stderr.contains("no such card") && none.stderr.contains("0: "), "{none:?}");
+}
+
+#[test]
+fn doctor() {
+    if skipped() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let run = run(folder.path(), &["doctor", "--json"]);
+    assert_eq!(run.code, Some(0), "{run:?}");
+    let report = run.json();
+    let chosen = &report["adapters"][0];
+    assert_eq!(chosen["chosen"], true, "{chosen}");
+    assert!(chosen["limits"]["storage_binding_bytes"].as_u64() > Some(0), "{chosen}");
+    let kernels: Vec<_> = chosen["kernels"].as_array().unwrap().iter().map(|kernel| kernel["kernel"].clone()).collect();
+    assert_eq!(kernels, ["append", "prefill", "decode", "merge"]);
+    assert!(chosen["kernels"].as_array().unwrap().iter().all(|kernel| kernel["passed"] == true), "{chosen}");
+}

@@ -1,0 +1,589 @@
+//! How far an f32 kernel may be from exact attention: a bound for every element of `out` and `lse`.
+//!
+//! The bound is a theorem about any kernel that follows the rules below, not an estimate: it holds for every input that
+//! [`Case`] accepts, whatever the order of sums. Symbols, for one query row and head with `n` visible keys:
+//!
+//! | symbol | meaning |
+//! | --- | --- |
+//! | `s_j`, `A_j` | exact score `scale * q . k_j`; `abs(scale) * sum_i abs(q_i k_ji)` |
+//! | `p_j`, `o`, `lse` | exact weights (they sum to 1), output and log-sum-exp |
+//! | `eps` | `2^-23`: WGSL leaves the direction of rounding open, so the unit is a whole unit in the last place |
+//! | `gamma(n)` | `n eps / (1 - n eps)`: `n` roundings in a chain (Higham 2002, lemma 3.1) |
+//!
+//! # What the kernel does
+//!
+//! 1. Scores are kept in units of log2: `x_j = (q . k_j) * c` or `(c q) . k_j`, with `c = scale * log2(e)` in f32.
+//! 2. A step takes in [`Chains::step_keys`] keys at successive positions, the first step from position 0, under one
+//!    running maximum: `m` is the largest `x_j` so far. (Fewer `step_keys` than a kernel's give a larger bound: 1 fits
+//!    every kernel that goes through a sequence, or each split of it, in order.)
+//! 3. Weights are `exp2(x_j - m)`. A step that moves the maximum from `m` to `m'` multiplies the sum `l` and the
+//!    accumulator by `exp2(m - m')`. **A step that does not move it multiplies by exactly 1**: by selection, or on
+//!    devices whose `exp2(0)` is 1. WGSL would let it be off by 3 units, once a step, which no useful bound survives.
+//! 4. Splits start at multiples of `step_keys`, with no maximum, and leave `(m, l, acc)`. They are folded from left to
+//!    right in the same way.
+//! 5. `out = acc / l`, by a division or by a reciprocal, then rounded to the output type; `lse = (m + log2 l) * ln 2`.
+//!
+//! # Weights
+//!
+//! The largest computed score is a reference point that cancels. A kernel's weights, relative to their sum, are those
+//! of exact softmax over `s_j + d_j` with `abs(d_j) <= D_j`:
+//!
+//! ```text
+//! T_j = gamma(dot + 3) A_j + U                      the score: its dot product, and 3 for splitting a fused
+//!                                                   multiply-add, rounding `c`, and multiplying by it
+//! G_j = max_i (s_i + T_i) - (s_j - T_j)             at least the distance to the computed maximum
+//! D_j = T_j + eps (3 R_j + (2 log2(e) + 1) G_j)     exponentials and their arguments
+//! ```
+//!
+//! `exp2(x)` may be off by `3 + 2 abs(x)` units (WGSL, "Accuracy of built-in functions"). A key's weight is a product
+//! of `R_j` exponentials whose arguments add up to its distance from the final maximum, hence `2 log2(e) G_j`; rounding
+//! the arguments adds `G_j` once. `R_j` is 1 for the weight itself, 1 for the fold of its split into those before, and
+//! 1 for each later step that can move the maximum. Step `t` can, for a key of step `u`, if its largest `s_i + T_i` is
+//! above the largest `s_i - T_i` of the steps `u .. t`: that is so wherever splits begin, since a split's maximum is
+//! over at least those steps. The number of steps that set a record grows like the logarithm of their number on
+//! unordered data. `U` covers numbers below `2^-126`, which may be flushed to zero anywhere.
+//!
+//! # From weights to the output
+//!
+//! The perturbed output is `o' = sum_j p_j e^(d_j) v_j / Z`, `Z = sum_j p_j e^(d_j)`. As `sum_j p_j (v_j - o) = 0`,
+//!
+//! ```text
+//! o' - o = sum_j p_j (e^(d_j) - 1) (v_j - o) / Z,   Z >= sum_j p_j e^(-D_j) >= e^(-E),   E = sum_j p_j D_j
+//! abs(o' - o) <= sum_j c_j abs(v_j - o),            c_j = p_j (e^(D_j) - 1) e^E                          (first)
+//! ```
+//!
+//! the middle one by Jensen's inequality. To first order this is the best possible bound from `D_j` alone. Where some
+//! `D_j` are large it explodes; each weight then has extremes of its own, with all other weights at theirs:
+//!
+//! ```text
+//! p'_j <= p_j e^(D_j)  / (p_j e^(D_j)  + sum_(i != j) p_i e^(-D_i))
+//! p'_j >= p_j e^(-D_j) / (p_j e^(-D_j) + sum_(i != j) p_i e^(D_i))
+//! ```
+//!
+//! and `c_j = max abs(p'_j - p_j)` (second). Either set is valid for a whole row; the one with the smaller
+//! `sum_j c_j (1 - p_j)` is taken, since `abs(v_j - o) <= (1 - p_j) max_i abs(v_j - v_i)`. As `o'` is a mean of values,
+//! the largest `abs(v_j - o)` bounds its distance too. Call the smallest of these `B`.
+//!
+//! Let `S'` bound `sum_j p'_j abs(v_j)`: the first way gives `e^(max D + E) sum_j p_j abs(v_j)`, and the largest
+//! `abs(v_j)` always does. Then, with `H = accumulate + 1` (a product, then the sums),
+//!
+//! ```text
+//! abs(out - o) <= B + gamma(H) / (1 - gamma(H)) (S' + abs(o) + B) + 3.5 eps (abs(o) + B + ...) + flushed + stored
+//! abs(lse' - lse) <= ln(sum_j p_j e^(D_j)) + gamma(H) / (1 - gamma(H)) + ln 2 max(2^-21, 3 eps log2 l)
+//!                    + 3 eps (abs(lse) + ...) + flushed
+//! ```
+//!
+//! 3.5: a reciprocal may be off by 2.5 units, and its product is rounded. WGSL's `log2` is good to `2^-21` for `l` in
+//! `[0.5, 2]` and to 3 units elsewhere. `flushed` counts, per key, a weight, a product, two sums and a rescaled sum.
+//! `stored` is one unit of the output type, and what may be flushed in it. Terms of second order in `eps` are covered
+//! by a factor `1 + 2^-14`, as are the roundings of the reference and of this bound themselves (below `2^-28` of it).
+//!
+//! # Sources
+//!
+//! N. J. Higham, *Accuracy and Stability of Numerical Algorithms*, 2nd ed., SIAM 2002 (sections 3.1 and 4.2: chains,
+//! and sums in any order). P. Blanchard, D. J. Higham, N. J. Higham, "Accurately computing the log-sum-exp and softmax
+//! functions", *IMA J. Numer. Anal.* 41 (2021): the shifted algorithm, and that errors of scores act on softmax like
+//! errors of its input. W3C, *WebGPU Shading Language*, section "Floating point accuracy".
+
+use std::f64::consts::{LN_2, LOG2_E};
+
+use thiserror::Error;
+
+use super::problem::RowTask;
+use super::{DenseRow, Problem, map_rows};
+use crate::case::Case;
+use crate::chains::Chains;
+use crate::geometry::Dtype;
+
+/// `2^-23`, the unit of f32 rounding in a free direction.
+const EPS: f64 = 1.0 / 8_388_608.0;
+
+/// `2^-126`, below which an f32 may be flushed to zero.
+const TINY: f64 = f32::MIN_POSITIVE as f64;
+
+/// Covers second-order terms, and the rounding of the reference.
+const SECOND_ORDER: f64 = 1.0 + 1.0 / 16_384.0;
+
+/// Up to this largest `D_j`, the first set of coefficients is taken without looking at the second, and `e^D - 1` as
+/// `D + D^2`, which is above it.
+const SMALL: f64 = 0.125;
+
+/// The longest chain that a bound is stated for.
+const CHAIN_MAX: u32 = 1 << 20;
+
+/// Chains that no bound can be stated for.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum BoundError {
+    /// There must be one [`Chains`] per sequence.
+    #[error("`chains` has {found} entries; one for each of {needed} sequences is needed")]
+    Count {
+        /// Entries found.
+        found: usize,
+        /// Sequences of the case.
+        needed: usize,
+    },
+    /// A chain is too long for a useful bound, or a step takes in no key.
+    #[error("sequence {seq}: {found:?}; `step_keys` of at least 1 and chains of at most {CHAIN_MAX} are needed")]
+    Chains {
+        /// The sequence.
+        seq: usize,
+        /// Its chains.
+        found: Chains,
+    },
+}
+
+/// The largest errors that a correct kernel can have.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Bounds {
+    /// `[total_q, q_heads, v_head_dim]`; 0 in a row that sees no key.
+    pub out: Vec<f64>,
+    /// `[total_q, q_heads]`; 0 in a row that sees no key.
+    pub lse: Vec<f64>,
+}
+
+/// The bound of every element of `case`'s result, for a kernel with `chains` (one per sequence) that stores `out` as
+/// `out_dtype`.
+///
+/// # Errors
+/// [`BoundError`], if `chains` does not fit the case or cannot be used.
+pub fn bounds(case: &Case, chains: &[Chains], out_dtype: Dtype) -> Result<Bounds, BoundError> {
+    check_chains(case, chains)?;
+    let problem = Problem::new(case);
+    let rows = map_rows(&problem, <(DenseRow, RowBound)>::default, |(dense, bound), row, head| {
+        match problem.row(row, head).and_then(|task| Some((task, chains.get(task.seq)?))) {
+            Some((task, chains)) => {
+                dense.attend(&task);
+                bound.fill(&task, dense, *chains, out_dtype);
+                (bound.out.clone(), bound.lse)
+            }
+            None => (Vec::new(), 0.0),
+        }
+    });
+    let (mut out, mut lse) = (Vec::new(), Vec::with_capacity(rows.len()));
+    for (row_out, row_lse) in rows {
+        out.extend(row_out);
+        lse.push(row_lse);
+    }
+    Ok(Bounds { out, lse })
+}
+
+pub(crate) fn check_chains(case: &Case, chains: &[Chains]) -> Result<(), BoundError> {
+    if chains.len() != case.seqs() {
+        return Err(BoundError::Count { found: chains.len(), needed: case.seqs() });
+    }
+    match chains.iter().enumerate().find(|(_, c)| c.step_keys == 0 || c.dot.max(c.accumulate) > CHAIN_MAX) {
+        Some((seq, found)) => Err(BoundError::Chains { seq, found: *found }),
+        None => Ok(()),
+    }
+}
+
+/// One row's bound. Reused from row to row.
+#[derive(Debug, Default)]
+pub(crate) struct RowBound {
+    /// `[v_head_dim]`.
+    pub out: Vec<f64>,
+    pub lse: f64,
+    /// `p_j`.
+    share: Vec<f64>,
+    /// `T_j`.
+    score: Vec<f64>,
+    /// `D_j`.
+    delta: Vec<f64>,
+    /// `c_j`.
+    coefficient: Vec<f64>,
+    second: Extremes,
+    rescales: Rescales,
+    absolute: Vec<f64>,
+    distance: Vec<f64>,
+    distance_max: Vec<f64>,
+}
+
+impl RowBound {
+    /// `dense` must be the same row's.
+    pub(crate) fn fill(&mut self, task: &RowTask<'_>, dense: &DenseRow, chains: Chains, out_dtype: Dtype) {
+        self.out.clear();
+        self.out.resize(task.v_head_dim, 0.0);
+        self.lse = 0.0;
+        if dense.score.is_empty() {
+            return;
+        }
+        let shift = self.fill_delta(task, dense, chains);
+        let delta_max = self.delta.iter().copied().fold(0.0, f64::max);
+        let small = delta_max <= SMALL;
+        let mean: f64 = self.share.iter().zip(&self.delta).map(|(p, delta)| p * delta).sum();
+
+        // sum_j p_j (e^(D_j) - 1), which may be infinite where the deltas are large.
+        let growth: f64 = if small {
+            self.share.iter().zip(&self.delta).map(|(p, delta)| p * delta * (1.0 + delta)).sum()
+        } else {
+            f64::INFINITY
+        };
+        self.make_coefficients(dense, small, mean);
+        self.sum_values(task, dense, small);
+
+        let sum_chain = gamma(chains.accumulate.saturating_add(1));
+        let sum_chain = sum_chain / (1.0 - sum_chain);
+        let keys = dense.score.len() as f64;
+        let stretch = if small { (delta_max + mean).exp() } else { f64::INFINITY };
+        let elements = self.out.iter_mut().zip(&dense.out).zip(task.v_max);
+        let sums = self.absolute.iter().zip(&self.distance).zip(&self.distance_max);
+        for (((bound, out), v_max), ((absolute, distance), distance_max)) in elements.zip(sums) {
+            let weights = if small { *distance } else { distance.min(*distance_max) };
+            let reach = out.abs() + weights;
+            let absolute = (stretch * absolute).min(*v_max);
+            let sums = sum_chain * (absolute + reach);
+            let division = 3.5 * EPS * (reach + sums);
+            let flushed = TINY * (keys * (2.0 * v_max + 5.0) + 3.0);
+            let total = (weights + sums + division + flushed) * SECOND_ORDER;
+            *bound = total + stored(out.abs(), total, out_dtype);
+        }
+
+        // ln(sum_j p_j e^(D_j)), which is at most the largest D_j.
+        let weights = if small { growth } else { log_sum_exp_shifted(&self.second.upper_log).min(delta_max) };
+        let weight_sum_log2 = (dense.lse - shift + weights + sum_chain) * LOG2_E;
+        let log2 = f64::max(4.0 * EPS, 3.0 * EPS * weight_sum_log2) * LN_2;
+        let error = weights + sum_chain + log2 + TINY * (4.0 * keys + 2.0);
+        self.lse = (error + 3.0 * EPS * (dense.lse.abs() + error)) * SECOND_ORDER;
+    }
+
+    /// Fills `share`, `score` and `delta`; returns `max_i (s_i - T_i)`, which the computed maximum is not below.
+    fn fill_delta(&mut self, task: &RowTask<'_>, dense: &DenseRow, chains: Chains) -> f64 {
+        self.share.clear();
+        self.share.extend(dense.weight.iter().map(|weight| weight / dense.weight_sum));
+
+        let scale = task.scale.abs();
+        let q_sum: f64 = task.q.iter().map(|x| f64::from(x.abs())).sum();
+        // Flushed to zero: inputs, products and sums of either way to scale, and the score itself.
+        let ways = 2.0 * task.head_dim as f64;
+        let flushed = TINY * (scale * (ways + q_sum + task.k_sum_max) + task.k_sum_max + ways + 1.0);
+        // A factor below 2^-126 may be flushed, which takes the whole score with it.
+        let lost = if scale * LOG2_E < TINY * 1.001 { 1.0 } else { 0.0 };
+        let chain = gamma(chains.dot.saturating_add(3)) + lost;
+        self.score.clear();
+        self.score.extend(dense.magnitude.iter().map(|magnitude| chain * magnitude + flushed));
+
+        let ends = || dense.score.iter().zip(&self.score);
+        let top = ends().map(|(score, error)| score + error).fold(f64::NEG_INFINITY, f64::max);
+        let bottom = ends().map(|(score, error)| score - error).fold(f64::NEG_INFINITY, f64::max);
+        self.rescales.count(&dense.score, &self.score, chains.step_keys as usize);
+        let step_rescales = self.rescales.per_step.iter();
+        let steps = dense.score.chunks(chains.step_keys as usize).zip(self.score.chunks(chains.step_keys as usize));
+        self.delta.clear();
+        for ((scores, errors), rescales) in steps.zip(step_rescales) {
+            // The weight itself, the fold of its split, and the steps that can move the maximum.
+            let exponentials = 3.0 * (2.0 + f64::from(*rescales));
+            self.delta.extend(scores.iter().zip(errors).map(|(score, error)| {
+                let distance = top - (score - error);
+                (error + EPS * (exponentials + (2.0 * LOG2_E + 1.0) * distance)) * SECOND_ORDER
+            }));
+        }
+        bottom
+    }
+
+    /// Fills `coefficient`, and `second` unless the deltas are small.
+    fn make_coefficients(&mut self, dense: &DenseRow, small: bool, mean: f64) {
+        let stretch = mean.exp();
+        self.coefficient.clear();
+        let pairs = self.share.iter().zip(&self.delta);
+        if small {
+            self.coefficient.extend(pairs.map(|(p, delta)| p * delta * (1.0 + delta) * stretch));
+            return;
+        }
+        self.second.fill(dense, &self.share, &self.delta);
+        // Beyond this the first set cannot be the smaller one, and may overflow.
+        if mean > 1.0 {
+            self.coefficient.extend(&self.second.coefficient);
+            return;
+        }
+        self.coefficient.extend(pairs.zip(&self.second.upper_log).map(|((p, delta), upper_log)| {
+            let grown = if *delta < 1.0 { p * delta.exp_m1() } else { upper_log.exp() - p };
+            grown * stretch
+        }));
+        let size = |coefficients: &[f64]| -> f64 {
+            coefficients.iter().zip(&self.share).map(|(coefficient, p)| coefficient * (1.0 - p)).sum()
+        };
+        // Written so that an overflow in the first set leads to the second.
+        let first = size(&self.coefficient);
+        if !(first.is_finite() && first <= size(&self.second.coefficient)) {
+            self.coefficient.clear();
+            self.coefficient.extend(&self.second.coefficient);
+        }
+    }
+
+    /// Per dimension: `sum_j p_j |v_j|`, `sum_j c_j |v_j - o|` and, unless the deltas are small, `max_j |v_j - o|`.
+    fn sum_values(&mut self, task: &RowTask<'_>, dense: &DenseRow, small: bool) {
+        for sums in [&mut self.absolute, &mut self.distance, &mut self.distance_max] {
+            sums.clear();
+            sums.resize(task.v_head_dim, 0.0);
+        }
+        let keys = self.share.iter().zip(&self.coefficient).zip(task.v.chunks_exact(task.v_head_dim));
+        for ((p, coefficient), v) in keys {
+            let sums = self.absolute.iter_mut().zip(&mut self.distance);
+            for (((absolute, distance), v), out) in sums.zip(v).zip(&dense.out) {
+                let v = f64::from(*v);
+                *absolute += p * v.abs();
+                *distance += coefficient * (v - out).abs();
+            }
+            if !small {
+                for ((max, v), out) in self.distance_max.iter_mut().zip(v).zip(&dense.out) {
+                    *max = f64::max(*max, (f64::from(*v) - out).abs());
+                }
+            }
+        }
+    }
+}
+
+/// `n` roundings in a chain: `|theta| <= n eps / (1 - n eps)`.
+fn gamma(n: u32) -> f64 {
+    let n = f64::from(n) * EPS;
+    n / (1.0 - n)
+}
+
+/// What storing a value within `error` of `out` may add: one unit in the last place, or all of it where it may be
+/// flushed.
+fn stored(out: f64, error: f64, dtype: Dtype) -> f64 {
+    let (unit, smallest) = match dtype {
+        // The division's own rounding.
+        Dtype::F32 => return 0.0,
+        Dtype::F16 => (1.0 / 1024.0, 1.0 / 16_384.0),
+        Dtype::Bf16 => (1.0 / 128.0, TINY),
+    };
+    let largest = out + error;
+    let flushed = if out - error < smallest { largest.min(smallest) } else { 0.0 };
+    f64::max(unit * largest, flushed)
+}
+
+/// `ln(sum e^x)`, for numbers of any size.
+fn log_sum_exp_shifted(logs: &[f64]) -> f64 {
+    let max = logs.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    max + logs.iter().map(|x| (x - max).exp()).sum::<f64>().ln()
+}
+
+/// How often a step's sums can be rescaled by later steps.
+#[derive(Debug, Default)]
+struct Rescales {
+    /// `[steps]`: later steps that can move the running maximum, for a key of this step.
+    per_step: Vec<u32>,
+    /// Steps whose lower end no later step has reached yet, with falling lower ends.
+    open: Vec<(usize, f64)>,
+    /// Difference of neighbouring entries of `per_step`, while it is made.
+    change: Vec<i64>,
+}
+
+impl Rescales {
+    /// Step `t` counts for a key of step `u < t` if its largest `s_i + T_i` is above the largest `s_i - T_i` of all
+    /// steps `u .. t`. So it counts for all `u` after the last step whose lower end it does not exceed.
+    fn count(&mut self, scores: &[f64], errors: &[f64], step_keys: usize) {
+        let steps = scores.len().div_ceil(step_keys);
+        self.open.clear();
+        self.change.clear();
+        self.change.resize(steps + 1, 0);
+        for (t, (scores, errors)) in scores.chunks(step_keys).zip(errors.chunks(step_keys)).enumerate() {
+            let ends = || scores.iter().zip(errors);
+            let upper = ends().map(|(score, error)| score + error).fold(f64::NEG_INFINITY, f64::max);
+            let lower = ends().map(|(score, error)| score - error).fold(f64::NEG_INFINITY, f64::max);
+            let blocked = self.open.partition_point(|(_, lower)| *lower >= upper);
+            let first = blocked.checked_sub(1).and_then(|at| self.open.get(at)).map_or(0, |(u, _)| u + 1);
+            // It counts for `first .. t`.
+            if let Some(change) = self.change.get_mut(first) {
+                *change += 1;
+            }
+            if let Some(change) = self.change.get_mut(t) {
+                *change -= 1;
+            }
+            while self.open.pop_if(|(_, open)| *open <= lower).is_some() {}
+            self.open.push((t, lower));
+        }
+        self.per_step.clear();
+        let mut count = 0;
+        self.per_step.extend(self.change.iter().take(steps).map(|change| {
+            count += change;
+            u32::try_from(count).unwrap_or(0)
+        }));
+    }
+}
+
+/// The second set of coefficients: how far each weight can be moved, the others at their extremes.
+///
+/// In logarithms throughout, since both weights and their growth may be far outside the range of f64.
+#[derive(Debug, Default)]
+struct Extremes {
+    /// `max |p'_j - p_j|`.
+    coefficient: Vec<f64>,
+    /// `ln(p_j) + D_j`.
+    upper_log: Vec<f64>,
+    /// `ln(p_j) - D_j`.
+    lower_log: Vec<f64>,
+}
+
+impl Extremes {
+    fn fill(&mut self, dense: &DenseRow, share: &[f64], delta: &[f64]) {
+        self.upper_log.clear();
+        self.lower_log.clear();
+        for (score, delta) in dense.score.iter().zip(delta) {
+            self.upper_log.push(score - dense.lse + delta);
+            self.lower_log.push(score - dense.lse - delta);
+        }
+        let (uppers, lowers) = (SumOfOthers::new(&self.upper_log), SumOfOthers::new(&self.lower_log));
+        self.coefficient.clear();
+        let logs = self.upper_log.iter().zip(&self.lower_log);
+        self.coefficient.extend(logs.zip(share).enumerate().map(|(j, ((upper, lower), p))| {
+            let most = 1.0 / (1.0 + (lowers.without(j, *lower) - upper).exp());
+            let least = 1.0 / (1.0 + (uppers.without(j, *upper) - lower).exp());
+            f64::max(most - p, p - least).max(0.0)
+        }));
+    }
+}
+
+/// `ln(sum_(i != j) e^(x_i))` for any `j`.
+struct SumOfOthers {
+    largest_at: usize,
+    largest: f64,
+    /// The largest of the rest, and the sum of the rest in units of it.
+    next: f64,
+    rest: f64,
+}
+
+impl SumOfOthers {
+    fn new(logs: &[f64]) -> Self {
+        let (mut largest_at, mut largest, mut next) = (0, f64::NEG_INFINITY, f64::NEG_INFINITY);
+        for (at, log) in logs.iter().copied().enumerate() {
+            if log > largest {
+                (largest_at, largest, next) = (at, log, largest);
+            } else {
+                next = next.max(log);
+            }
+        }
+        let others = logs.iter().enumerate().filter(|(at, _)| *at != largest_at);
+        let rest = if next > f64::NEG_INFINITY { others.map(|(_, log)| (log - next).exp()).sum() } else { 0.0 };
+        Self { largest_at, largest, next, rest }
+    }
+
+    fn without(&self, j: usize, log: f64) -> f64 {
+        if j == self.largest_at {
+            return if self.rest > 0.0 { self.next + self.rest.ln() } else { f64::NEG_INFINITY };
+        }
+        // What cancels in the difference is small beside the largest, to which it is added.
+        let rest = (self.rest - (log - self.next).exp()).max(0.0);
+        self.largest + (rest * (self.next - self.largest).exp()).ln_1p()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rand::rngs::StdRng;
+    use rand::{RngExt, SeedableRng};
+
+    use super::*;
+
+    fn numbers(rng: &mut StdRng, count: usize, range: f64) -> Vec<f64> {
+        (0..count).map(|_| rng.random_range(0.0..range)).collect()
+    }
+
+    /// By the definition: for a key of step `u`, the later steps whose upper end is above all lower ends from `u` on.
+    fn rescales_slowly(scores: &[f64], errors: &[f64], step_keys: usize) -> Vec<u32> {
+        let ends = |sign: f64| -> Vec<f64> {
+            let steps = scores.chunks(step_keys).zip(errors.chunks(step_keys));
+            let values =
+                steps.map(|(s, e)| s.iter().zip(e).map(|(s, e)| s + sign * e).fold(f64::NEG_INFINITY, f64::max));
+            values.collect()
+        };
+        let (upper, lower) = (ends(1.0), ends(-1.0));
+        let can_move = |u: usize, t: usize| lower[u..t].iter().all(|lower| upper[t] > *lower);
+        (0..upper.len()).map(|u| (u + 1..upper.len()).filter(|t| can_move(u, *t)).count() as u32).collect()
+    }
+
+    #[test]
+    fn rescales_are_counted_as_defined() {
+        let mut rescales = Rescales::default();
+        for seed in 0..300 {
+            let rng = &mut StdRng::seed_from_u64(seed);
+            let (n, step_keys) = (rng.random_range(1..80), rng.random_range(1..9));
+            let mut scores = numbers(rng, n, 1.0);
+            match seed % 4 {
+                0 => scores.sort_by(f64::total_cmp),
+                1 => scores.sort_by(|a, b| b.total_cmp(a)),
+                2 => scores.iter_mut().for_each(|s| *s = (*s * 4.0).round()),
+                _ => {}
+            }
+            let range = [1e-9, 0.01, 0.3][seed as usize % 3];
+            let errors = numbers(rng, n, range);
+            rescales.count(&scores, &errors, step_keys);
+            assert_eq!(rescales.per_step, rescales_slowly(&scores, &errors, step_keys), "seed {seed}");
+        }
+    }
+
+    #[test]
+    fn rescales_grow_like_a_logarithm() {
+        let rng = &mut StdRng::seed_from_u64(1);
+        let (n, mut rescales) = (131_072, Rescales::default());
+        rescales.count(&numbers(rng, n, 1.0), &vec![1e-7; n], 1);
+        let most = rescales.per_step.iter().copied().max();
+        assert!(most < Some(40), "{most:?}");
+        // What can be equal can move: nothing but the number of steps is known then.
+        rescales.count(&vec![1.0; n], &vec![1e-7; n], 1024);
+        assert_eq!(rescales.per_step.first(), Some(&127));
+    }
+
+    /// A row with the given scores.
+    fn row(score: Vec<f64>) -> DenseRow {
+        let lse = log_sum_exp_shifted(&score);
+        let max = score.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let weight: Vec<f64> = score.iter().map(|s| (s - max).exp()).collect();
+        let mut row = DenseRow::default();
+        (row.weight_sum, row.weight, row.lse, row.score) = (weight.iter().sum(), weight, lse, score);
+        row
+    }
+
+    #[test]
+    fn no_weight_leaves_its_extremes() {
+        for seed in 0..200 {
+            let rng = &mut StdRng::seed_from_u64(seed);
+            let n = rng.random_range(1..7);
+            let (spread, range) = ([0.1, 3.0, 50.0][seed as usize % 3], [0.01, 1.0, 30.0][seed as usize / 3 % 3]);
+            let dense = row(numbers(rng, n, spread));
+            let delta = numbers(rng, n, range);
+            let share: Vec<f64> = dense.score.iter().map(|s| (s - dense.lse).exp()).collect();
+            let mut extremes = Extremes::default();
+            extremes.fill(&dense, &share, &delta);
+            // The extremes are at corners: each key up or down.
+            let mut largest = vec![0.0_f64; n];
+            for corner in 0..1_u32 << n {
+                let moved = dense.score.iter().zip(&delta).enumerate();
+                let moved: Vec<f64> =
+                    moved.map(|(j, (s, delta))| s + if corner >> j & 1 == 1 { *delta } else { -*delta }).collect();
+                let total = log_sum_exp_shifted(&moved);
+                for ((largest, moved), p) in largest.iter_mut().zip(&moved).zip(&share) {
+                    *largest = largest.max(((moved - total).exp() - p).abs());
+                }
+            }
+            for (coefficient, largest) in extremes.coefficient.iter().zip(&largest) {
+                let error = (coefficient - largest).abs();
+                assert!(error <= 1e-12 * largest + 1e-14, "seed {seed}: {coefficient:e} is not {largest:e}");
+            }
+        }
+    }
+
+    #[test]
+    fn extremes_survive_scores_of_any_size() {
+        let dense = row(vec![1e18, -1e18, 1e18 - 1e15, -3e37]);
+        let share: Vec<f64> = dense.score.iter().map(|s| (s - dense.lse).exp()).collect();
+        let mut extremes = Extremes::default();
+        extremes.fill(&dense, &share, &[1e13, 1e13, 1e13, 1e30]);
+        assert_eq!(extremes.coefficient, [0.0; 4]);
+        extremes.fill(&dense, &share, &[1e15, 1e13, 1e15, 1e38]);
+        assert_eq!(extremes.coefficient, [1.0, 0.0, 1.0, 1.0]);
+    }
+
+    #[test]
+    fn storing_covers_flushed_subnormals() {
+        assert_eq!(stored(1.0, 0.0, Dtype::F32), 0.0);
+        assert_eq!(stored(1.0, 0.0, Dtype::F16), 1.0 / 1024.0);
+        assert_eq!(stored(3e-5, 0.0, Dtype::F16), 3e-5);
+        // Just above the smallest normal number, and just below for all that is known.
+        assert_eq!(stored(6.2e-5, 1e-5, Dtype::F16), 1.0 / 16_384.0);
+        assert!(stored(6.2e-5, 0.0, Dtype::F16) < 1e-7);
+        assert_eq!(stored(0.0, 0.0, Dtype::Bf16), 0.0);
+    }
+}

@@ -1,0 +1,117 @@
+//! A case laid out for the reference: which keys and values a row sees.
+
+use crate::case::{Case, SequenceKv};
+
+/// All rows of a case.
+pub(crate) struct Problem {
+    q: Vec<f32>,
+    q_heads: usize,
+    group: usize,
+    head_dim: usize,
+    v_head_dim: usize,
+    scale: f64,
+    causal: bool,
+    seqs: Vec<Sequence>,
+}
+
+struct Sequence {
+    q_start: usize,
+    q_len: usize,
+    kv: SequenceKv,
+    /// Largest `sum_i |k_i|` of a key, `[kv_heads]`.
+    k_sum_max: Vec<f64>,
+    /// Largest `|v|` of each dimension, `[kv_heads, v_head_dim]`.
+    v_max: Vec<f64>,
+}
+
+/// One query row and head, with the keys and values that it sees.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RowTask<'a> {
+    pub seq: usize,
+    /// `[head_dim]`.
+    pub q: &'a [f32],
+    /// `[n, head_dim]`, key positions `0 .. n`.
+    pub k: &'a [f32],
+    /// `[n, v_head_dim]`.
+    pub v: &'a [f32],
+    pub head_dim: usize,
+    pub v_head_dim: usize,
+    pub scale: f64,
+    /// Largest `sum_i |k_i|` of a key of the sequence.
+    pub k_sum_max: f64,
+    /// Largest `|v|` of the sequence in each dimension, `[v_head_dim]`.
+    pub v_max: &'a [f64],
+}
+
+impl Problem {
+    pub(crate) fn new(case: &Case) -> Self {
+        let geometry = case.geometry();
+        let (head_dim, v_head_dim) = (geometry.head_dim() as usize, geometry.v_head_dim() as usize);
+        let kv_heads = geometry.kv_heads() as usize;
+        let starts = case.q_indptr().iter().map(|start| *start as usize);
+        let seqs = starts.zip(case.lengths()).enumerate().filter_map(|(seq, (q_start, (q_len, _)))| {
+            let kv = case.sequence_kv(seq)?;
+            let k_sum_max = (0..kv_heads)
+                .map(|head| {
+                    let sums = kv.k(head).chunks_exact(head_dim).map(|k| k.iter().map(|x| f64::from(x.abs())).sum());
+                    sums.fold(0.0, f64::max)
+                })
+                .collect();
+            let mut v_max = vec![0.0; kv_heads * v_head_dim];
+            for (head, max) in v_max.chunks_exact_mut(v_head_dim).enumerate() {
+                for v in kv.v(head).chunks_exact(v_head_dim) {
+                    for (max, v) in max.iter_mut().zip(v) {
+                        *max = f64::max(*max, f64::from(v.abs()));
+                    }
+                }
+            }
+            Some(Sequence { q_start, q_len: q_len as usize, kv, k_sum_max, v_max })
+        });
+        Self {
+            q: case.q().to_f32(),
+            q_heads: geometry.q_heads() as usize,
+            group: geometry.group() as usize,
+            head_dim,
+            v_head_dim,
+            scale: case.options().scale,
+            causal: case.options().causal,
+            seqs: seqs.collect(),
+        }
+    }
+
+    pub(crate) fn total_q(&self) -> usize {
+        self.seqs.last().map_or(0, |seq| seq.q_start + seq.q_len)
+    }
+
+    pub(crate) fn q_heads(&self) -> usize {
+        self.q_heads
+    }
+
+    /// `None` past the last row or head.
+    pub(crate) fn row(&self, row: usize, head: usize) -> Option<RowTask<'_>> {
+        let seq = self.seqs.partition_point(|seq| seq.q_start + seq.q_len <= row);
+        let sequence = self.seqs.get(seq)?;
+        let (kv, kv_head) = (&sequence.kv, head / self.group);
+        let i = row - sequence.q_start;
+        let seen = (0..kv.kv_len()).take_while(|j| self.sees(sequence, i, *j)).count();
+        let q_start = (row * self.q_heads + head) * self.head_dim;
+        let v_max_start = kv_head * self.v_head_dim;
+        Some(RowTask {
+            seq,
+            q: self.q.get(q_start..q_start + self.head_dim)?,
+            k: kv.k(kv_head).get(..seen * self.head_dim)?,
+            v: kv.v(kv_head).get(..seen * self.v_head_dim)?,
+            head_dim: self.head_dim,
+            v_head_dim: self.v_head_dim,
+            scale: self.scale,
+            k_sum_max: *sequence.k_sum_max.get(kv_head)?,
+            v_max: sequence.v_max.get(v_max_start..v_max_start + self.v_head_dim)?,
+        })
+    }
+
+    /// The masking rule: query row `i` of a sequence sits at position `kv_len - q_len + i`, and a causal row sees the
+    /// keys at its own position and before. Written without differences, since that position may be negative.
+    fn sees(&self, sequence: &Sequence, i: usize, j: usize) -> bool {
+        !self.causal || j + sequence.q_len <= sequence.kv.kv_len() + i
+    }
+}
