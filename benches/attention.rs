@@ -7,7 +7,13 @@
 
 #![allow(missing_docs, reason = "a program, not a library")]
 #![allow(clippy::print_stdout, reason = "its purpose")]
-#![allow(clippy::expect_used, clippy::indexing_slicing, clippy::unwrap_used, reason = "it stops at the first failure")]
+#![allow(
+    clippy::expect_used,
+    clippy::indexing_slicing,
+    clippy::panic,
+    clippy::unwrap_used,
+    reason = "it stops at the first failure"
+)]
 
 mod gpu;
 mod limits;
@@ -139,8 +145,7 @@ fn main() {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let names: Vec<&String> = arguments.iter().filter(|argument| !argument.starts_with('-')).collect();
     let gpu = Gpu::open();
-    let info = gpu.adapter.get_info();
-    println!("{} ({:?}, {} {})", info.name, info.backend, info.driver, info.driver_info);
+    println!("{}", paged_attention::adapter::describe(&gpu.adapter.get_info()));
 
     for problem in small_shapes() {
         let (paged, unfused) = (Paged::new(&gpu, &problem), Unfused::new(&gpu, &problem));

@@ -4,6 +4,9 @@
 //! `KERNEL_DIR=<folder>` keeps each variant's WGSL and SPIR-V there, for other tools (`ci/lanes`).
 //! `SPIRV_VAL=required` makes a missing `spirv-val` an error; otherwise that check is left out where there is none.
 
+// The short forms are allowed in test functions only; here the helpers belong to them.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::print_stdout)]
+
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -12,7 +15,7 @@ use std::{fs, thread};
 
 use naga::back;
 use naga::valid::{Capabilities, ModuleInfo, ValidationFlags, Validator};
-use paged_attention::kernels::{KernelId, LANES};
+use paged_attention::kernels::{KernelId, LANES, Processor};
 use paged_attention::{Dtype, HeadGeometry, KernelConfig};
 
 /// `(head_dim, v_head_dim)`: the smallest, the largest, odd ones, and those of well-known models.
@@ -30,9 +33,9 @@ struct Variant {
 
 impl Variant {
     fn new(kernel: KernelId, config: KernelConfig) -> Self {
-        let KernelConfig { geometry, q, kv, out } = config;
+        let KernelConfig { geometry, q, kv, out, processor } = config;
         let name = format!(
-            "{}-g{}-d{}-v{}-q_{q}-kv_{kv}-out_{out}",
+            "{}-{processor:?}-g{}-d{}-v{}-q_{q}-kv_{kv}-out_{out}",
             kernel.entry_point(),
             geometry.group(),
             geometry.head_dim(),
@@ -41,9 +44,8 @@ impl Variant {
         Self { kernel, config, name }
     }
 
-    fn parse(&self) -> naga::Module {
-        naga::front::wgsl::parse_str(&self.kernel.wgsl(&self.config))
-            .unwrap_or_else(|error| panic!("{}: {}", self.name, error.emit_to_string(&self.kernel.wgsl(&self.config))))
+    fn wgsl(&self) -> Result<String, String> {
+        self.kernel.wgsl(&self.config).map_err(|error| error.to_string())
     }
 }
 
@@ -55,11 +57,17 @@ fn variants() -> Vec<Variant> {
         for group in GROUPS {
             let geometry = HeadGeometry::with_v_head_dim(2 * group, 2, head_dim, v_head_dim).expect("a legal geometry");
             let mixed = group == 3 && matches!(head_dim, 59 | 192);
-            for (q, kv, out) in
-                STORED.iter().flat_map(|q| STORED.map(|kv| (*q, kv))).flat_map(|(q, kv)| OUT.map(|out| (q, kv, out)))
-            {
-                if mixed || (q == kv && (q == Dtype::F32) == (out == Dtype::F32)) {
-                    configs.push(KernelConfig { geometry, q, kv, out });
+            for (q, kv) in STORED.iter().flat_map(|q| STORED.map(|kv| (*q, kv))) {
+                for out in OUT {
+                    if mixed || (q == kv && (q == Dtype::F32) == (out == Dtype::F32)) {
+                        configs.extend([Processor::Gpu, Processor::Cpu].map(|processor| KernelConfig {
+                            geometry,
+                            q,
+                            kv,
+                            out,
+                            processor,
+                        }));
+                    }
                 }
             }
         }
@@ -175,7 +183,7 @@ fn every_variant_translates_for_every_backend() {
     fs::create_dir_all(&folder).expect("the folder can be made");
     let validate_spirv = spirv_val_is_there();
     check_all(|variant| {
-        let source = variant.kernel.wgsl(&variant.config);
+        let source = variant.wgsl()?;
         fs::write(folder.join(format!("{}.wgsl", variant.name)), &source).map_err(|error| error.to_string())?;
         let module = naga::front::wgsl::parse_str(&source).map_err(|error| error.emit_to_string(&source))?;
         // No optional feature; the packing functions of f16 are part of WebGPU itself.
@@ -198,7 +206,8 @@ fn every_variant_translates_for_every_backend() {
 fn declared_resources_are_those_the_host_checks() {
     let limits = wgpu::Limits::default();
     check_all(|variant| {
-        let module = variant.parse();
+        let source = variant.wgsl()?;
+        let module = naga::front::wgsl::parse_str(&source).map_err(|error| error.emit_to_string(&source))?;
         let mut layouter = naga::proc::Layouter::default();
         layouter.update(module.to_ctx()).map_err(|error| error.to_string())?;
         let (mut workgroup_bytes, mut storage_buffers, mut uniform_buffers) = (0, 0, 0);
@@ -228,7 +237,9 @@ fn declared_resources_are_those_the_host_checks() {
         expect("storage buffers", storage_buffers, host_buffers, limits.max_storage_buffers_per_shader_stage);
         expect("uniform buffers", uniform_buffers, 1, limits.max_uniform_buffers_per_shader_stage);
         let invocations = entry_point.workgroup_size.iter().product();
-        expect("invocations", invocations, LANES, limits.max_compute_invocations_per_workgroup);
+        let host_invocations =
+            if variant.kernel == KernelId::Prefill { variant.config.tiles().prefill_lanes } else { LANES };
+        expect("invocations", invocations, host_invocations, limits.max_compute_invocations_per_workgroup);
         if entry_point.name != variant.kernel.entry_point() {
             let _ = write!(wrong, "entry point `{}`", entry_point.name);
         }
@@ -240,8 +251,9 @@ fn declared_resources_are_those_the_host_checks() {
 #[test]
 fn every_shader_file_is_part_of_a_kernel_and_begins_with_its_purpose() {
     let geometry = HeadGeometry::new(8, 2, 64).expect("a legal geometry");
-    let config = KernelConfig { geometry, q: Dtype::F32, kv: Dtype::F32, out: Dtype::F32 };
-    let sources = KernelId::ALL.map(|kernel| kernel.wgsl(&config));
+    let (q, kv, out, processor) = (Dtype::F32, Dtype::F32, Dtype::F32, Processor::Gpu);
+    let config = KernelConfig { geometry, q, kv, out, processor };
+    let sources = KernelId::ALL.map(|kernel| kernel.wgsl(&config).expect("the kernel expands"));
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("shaders");
     let mut files = 0;
     for folder in [root.clone(), root.join("lib")] {
@@ -251,8 +263,11 @@ fn every_shader_file_is_part_of_a_kernel_and_begins_with_its_purpose() {
                 continue;
             }
             let text = fs::read_to_string(&path).expect("shaders are text");
-            assert!(text.starts_with("// "), "{} has no header comment", path.display());
-            assert!(sources.iter().any(|source| source.contains(&text)), "{} is in no kernel", path.display());
+            // The rest may be repeated lines.
+            let header: String =
+                text.lines().take_while(|line| line.starts_with("//")).map(|l| l.to_owned() + "\n").collect();
+            assert!(!header.is_empty(), "{} has no header comment", path.display());
+            assert!(sources.iter().any(|source| source.contains(&header)), "{} is in no kernel", path.display());
             files += 1;
         }
     }

@@ -46,7 +46,8 @@ impl Paged {
         let layout = KvLayout::new(geometry, Dtype::F32, page_size, page_count).expect("a pool that can be addressed");
         let options = AttentionOptions::new(&geometry).with_causal(causal).with_scale(problem.scale.into());
         let config = AttentionConfig { q: Dtype::F32, out: Dtype::F32, layout, options };
-        let attention = pollster::block_on(Attention::new(device, &config)).expect("the kernels are built");
+        let attention = pollster::block_on(Attention::new(device, &gpu.adapter.get_info(), &config))
+            .expect("the kernels are built");
         let plan = attention.plan(&batch).expect("the batch is legal");
         let workspace = Workspace::new(device, plan.workspace_bytes());
 
