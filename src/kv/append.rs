@@ -49,17 +49,17 @@ pub enum AppendError {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Pod, Zeroable)]
 pub(crate) struct AppendParams {
-    k_rows: RowLayout,
-    v_rows: RowLayout,
-    tokens: u32,
-    kv_heads: u32,
-    page_size: u32,
-    page_count: u32,
-    groups: u32,
-    k_row_vectors: u32,
-    v_row_vectors: u32,
+    pub k_rows: RowLayout,
+    pub v_rows: RowLayout,
+    pub tokens: u32,
+    pub kv_heads: u32,
+    pub page_size: u32,
+    pub page_count: u32,
+    pub groups: u32,
+    pub k_row_vectors: u32,
+    pub v_row_vectors: u32,
     // Uniform buffers are sized in multiples of 16 bytes.
-    padding: u32,
+    pub padding: u32,
 }
 
 /// Where each new token goes: made once per step, used for every layer.
