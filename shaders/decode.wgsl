@@ -1,34 +1,46 @@
-// Decode: exact attention of few query rows over one split of a sequence's keys (split-KV, as in Flash-Decoding),
-// without subgroups.
+// Decode: exact attention of few query rows over one split of a sequence's keys (split-KV, as in Flash-Decoding).
 //
 // Grid: one workgroup per (work item, KV head); an item is DECODE_ROWS tile rows and the keys of one split of
 // SPLIT_KEYS. A tile row is (token, query head of the group), so each key and value is read once for all of them.
-// Scores: a lane per key. Weights: PARTS lanes per row. Values: a lane per chunk of 8 dimensions, KEY_STREAMS keys
-// at a time, so that neighbouring lanes read neighbouring words.
+//
+// Scores, in one of three ways:
+// - without subgroups: a lane per key, the queries in workgroup memory;
+// - STREAMS: a lane per key, each lane walking through keys that lie one after the other; the queries spread over the
+//   subgroup's registers and broadcast;
+// - otherwise: LANES_PER_KEY lanes per key, each with chunks of it, so that neighbouring lanes read neighbouring words;
+//   sums by exchange within the subgroup.
+// With subgroups, a workgroup is one subgroup of DECODE_SUBGROUP lanes.
+// Weights: PARTS lanes per row. Values: a lane per chunk of 8 dimensions (V_SPAN chunks where there are more chunks than
+// lanes), KEY_STREAMS keys at a time.
 // Which lane takes which key depends on the key's place in its split alone: a row's bits do not depend on keys
 // that it does not see.
 //
-// Lines between `//each x COUNT` and `//end` are repeated by the host: see prefill.wgsl.
+// Lines between `//each`, `//if` and `//end` are repeated or chosen by the host: see src/kernels/template.rs.
 //
-// Workgroup memory: 32 * DECODE_ROWS * QK_CHUNKS + 4 * SCORES + 4 * SPLIT_KEYS + 8 * LANES bytes
-// (`Tiles::decode_bytes`).
-// Preconditions: see lib/attention.wgsl, and `Tiles::new`: SPLIT_KEYS is a multiple of LANES; SCORES is at least
-// DECODE_ROWS * SPLIT_KEYS and at least 8 * LANES; PARTS * DECODE_ROWS <= LANES; V_CHUNKS <= LANES.
+// Workgroup memory: `Tiles::decode_bytes`. Preconditions: see lib/attention.wgsl, and `Tiles::new`.
 
+//if DECODE_SUBGROUP
+//else
 var<workgroup> q_tile: array<Chunk, DECODE_ROWS * QK_CHUNKS>;
+//end
 // Scores, then weights, [DECODE_ROWS, SPLIT_KEYS]; at the end partial sums of the accumulators.
 var<workgroup> scores: array<f32, SCORES>;
-// Where the split's value rows start.
-var<workgroup> v_rows: array<u32, SPLIT_KEYS>;
+// Where the rows of the split's keys start: x of the key, y of the value.
+var<workgroup> rows_of: array<vec2<u32>, SPLIT_KEYS>;
 // Per row, PARTS partial maxima and PARTS partial sums.
-var<workgroup> part_max: array<f32, LANES>;
-var<workgroup> part_sum: array<f32, LANES>;
+var<workgroup> part_max: array<f32, DECODE_LANES>;
+var<workgroup> part_sum: array<f32, DECODE_LANES>;
 
-@compute @workgroup_size(LANES)
+@compute @workgroup_size(DECODE_LANES)
 fn decode(
     @builtin(workgroup_id) group_id: vec3<u32>,
     @builtin(num_workgroups) group_count: vec3<u32>,
+    //if DECODE_SUBGROUP
+    @builtin(subgroup_invocation_id) lane: u32,
+    @builtin(subgroup_size) subgroup_size: u32,
+    //else
     @builtin(local_invocation_index) lane: u32,
+    //end
 ) {
     let group = linear_group(group_id, group_count);
     if group >= params.decode_groups {
@@ -37,10 +49,90 @@ fn decode(
     let item = work_item(params.decode_items, group);
     let seq = sequence(item.sequence);
     let rows = min(seq.q_len * GROUP - item.first_row, DECODE_ROWS);
-    let keys = item.key_end - item.key_begin;
+    // No key is read where a page does not exist.
+    let exist = pages_exist(seq, item.key_begin, item.key_end);
+    let keys = select(0u, item.key_end - item.key_begin, exist);
+    if lane == 0u && !exist {
+        report_error(ERROR_PAGE_ID);
+    }
+    for (var key = lane; key < keys; key += DECODE_LANES) {
+        rows_of[key] = key_rows(seq, item.kv_head, item.key_begin + key);
+    }
 
-    // The queries; rows past the last are zero and never written.
-    for (var i = lane; i < DECODE_ROWS * QK_CHUNKS; i += LANES) {
+    //if DECODE_SUBGROUP
+    if subgroup_size != DECODE_SUBGROUP {
+        report_error(ERROR_SUBGROUP);
+    }
+    // Lane l holds chunks l, l + LANES_PER_KEY, .. of every row. Rows past the last are zero and never written.
+    let lane_of_key = lane % LANES_PER_KEY;
+    //each r DECODE_ROWS
+    //each i Q_LOADS
+    var q_$r_$i = ZERO_CHUNK;
+    if $ru < rows && lane_of_key + ${i * LANES_PER_KEY}u < QK_CHUNKS {
+        let query = query_row(seq, item.kv_head, item.first_row + $ru);
+        q_$r_$i = scaled(load_q(query, lane_of_key + ${i * LANES_PER_KEY}u), params.scale_log2);
+    }
+    //end
+    //end
+    workgroupBarrier();
+    //if STREAMS
+    for (var i = 0u; i < SPLIT_KEYS / DECODE_SUBGROUP && keys > 0u; i++) {
+        // A lane past the last key repeats that one and keeps nothing.
+        let key = lane * (SPLIT_KEYS / DECODE_SUBGROUP) + i;
+        let k_row = rows_of[min(key, keys - 1u)].x;
+        //each r DECODE_ROWS
+        var s_$r = 0.0;
+        //end
+        //each c QK_CHUNKS
+        {
+            let k = load_kv(k_row, $cu, HEAD_DIM);
+            //each r DECODE_ROWS
+            let q_$r = Chunk(
+                subgroupBroadcast(q_$r_${c / DECODE_SUBGROUP}.lo, ${c % DECODE_SUBGROUP}u),
+                subgroupBroadcast(q_$r_${c / DECODE_SUBGROUP}.hi, ${c % DECODE_SUBGROUP}u),
+            );
+            s_$r = dot_chunk(q_$r, k, s_$r);
+            //end
+        }
+        //end
+        if key < keys {
+            //each r DECODE_ROWS
+            scores[$ru * SPLIT_KEYS + key] = s_$r;
+            //end
+        }
+    }
+    //else
+    for (var first = 0u; first < keys; first += DECODE_SUBGROUP / LANES_PER_KEY) {
+        let key = first + lane / LANES_PER_KEY;
+        let k_row = rows_of[min(key, keys - 1u)].x;
+        //each r DECODE_ROWS
+        var s_$r = 0.0;
+        //end
+        //each i Q_LOADS
+        {
+            var k = ZERO_CHUNK;
+            if lane_of_key + ${i * LANES_PER_KEY}u < QK_CHUNKS {
+                k = load_kv(k_row, lane_of_key + ${i * LANES_PER_KEY}u, HEAD_DIM);
+            }
+            //each r DECODE_ROWS
+            s_$r = dot_chunk(q_$r_$i, k, s_$r);
+            //end
+        }
+        //end
+        //each r DECODE_ROWS
+        //each b KEY_LANE_BITS
+        s_$r += subgroupShuffleXor(s_$r, 1u << $bu);
+        //end
+        //end
+        if key < keys && lane_of_key == 0u {
+            //each r DECODE_ROWS
+            scores[$ru * SPLIT_KEYS + key] = s_$r;
+            //end
+        }
+    }
+    //end
+    //else
+    for (var i = lane; i < DECODE_ROWS * QK_CHUNKS; i += DECODE_LANES) {
         var chunk = ZERO_CHUNK;
         if i / QK_CHUNKS < rows {
             let query = query_row(seq, item.kv_head, item.first_row + i / QK_CHUNKS);
@@ -49,31 +141,22 @@ fn decode(
         q_tile[i] = chunk;
     }
     workgroupBarrier();
-
-    // Scores, a lane per key.
-    for (var key = lane; key < keys; key += LANES) {
-        let page = checked_page(plan[page_entry(seq, item.key_begin + key)]);
-        let slot = (item.key_begin + key) % params.page_size;
-        if !page.exists {
-            report_error(ERROR_PAGE_ID);
-        }
-        let k_row = row_offset(params.k_rows, page.id, item.kv_head, slot);
-        v_rows[key] = select(NO_ROW, row_offset(params.v_rows, page.id, item.kv_head, slot), page.exists);
+    for (var key = lane; key < keys; key += DECODE_LANES) {
+        let k_row = rows_of[key].x;
         //each r DECODE_ROWS
         var s_$r = 0.0;
         //end
-        if page.exists {
-            for (var c = 0u; c < QK_CHUNKS; c++) {
-                let k = load_kv(k_row, c, HEAD_DIM);
-                //each r DECODE_ROWS
-                s_$r = dot_chunk(q_tile[$ru * QK_CHUNKS + c], k, s_$r);
-                //end
-            }
+        for (var c = 0u; c < QK_CHUNKS; c++) {
+            let k = load_kv(k_row, c, HEAD_DIM);
+            //each r DECODE_ROWS
+            s_$r = dot_chunk(q_tile[$ru * QK_CHUNKS + c], k, s_$r);
+            //end
         }
         //each r DECODE_ROWS
         scores[$ru * SPLIT_KEYS + key] = s_$r;
         //end
     }
+    //end
     workgroupBarrier();
 
     // Maximum, weights and their sum, PARTS lanes per row.
@@ -107,32 +190,76 @@ fn decode(
 
     // Weighted values: lane = (key stream, chunk). A row past the last has scores of zero for weights.
     //each r DECODE_ROWS
-    var acc_$r = ZERO_CHUNK;
+    //each i V_SPAN
+    var acc_$r_$i = ZERO_CHUNK;
     //end
+    //end
+    //if STREAMS
+    // Weights and places of SUBGROUP keys are read at once and broadcast one by one; a lane past the last chunk repeats
+    // that one and keeps nothing.
+    for (var first = 0u; first < keys; first += DECODE_SUBGROUP) {
+        let known = first + lane < keys;
+        let v_row = rows_of[min(first + lane, keys - 1u)].y;
+        //each r DECODE_ROWS
+        let p_$r = select(0.0, scores[$ru * SPLIT_KEYS + min(first + lane, keys - 1u)], known);
+        //end
+        //each k DECODE_SUBGROUP
+        {
+            let v_row_of_key = subgroupBroadcast(v_row, $ku);
+            //each i V_SPAN
+            let v_$i = load_kv(v_row_of_key, min(lane + ${i * DECODE_LANES}u, V_CHUNKS - 1u), V_HEAD_DIM);
+            //end
+            //each r DECODE_ROWS
+            let p_of_key_$r = subgroupBroadcast(p_$r, $ku);
+            //each i V_SPAN
+            acc_$r_$i = fma_chunk(p_of_key_$r, v_$i, acc_$r_$i);
+            //end
+            //end
+        }
+        //end
+    }
+    //else
     let chunk = lane % V_CHUNKS;
     if lane < KEY_STREAMS * V_CHUNKS {
         for (var key = lane / V_CHUNKS; key < keys; key += KEY_STREAMS) {
-            if v_rows[key] != NO_ROW {
-                let v = load_kv(v_rows[key], chunk, V_HEAD_DIM);
+            //each r DECODE_ROWS
+            let p_$r = scores[$ru * SPLIT_KEYS + key];
+            //end
+            //each i V_SPAN
+            if chunk + ${i * DECODE_LANES}u < V_CHUNKS {
+                let v = load_kv(rows_of[key].y, chunk + ${i * DECODE_LANES}u, V_HEAD_DIM);
                 //each r DECODE_ROWS
-                acc_$r = fma_chunk(scores[$ru * SPLIT_KEYS + key], v, acc_$r);
+                acc_$r_$i = fma_chunk(p_$r, v, acc_$r_$i);
                 //end
             }
+            //end
         }
     }
+    //end
 
+    //if JOINS
     // Join the key streams, row by row, and write.
     //each r DECODE_ROWS
     workgroupBarrier();
-    store_stream(lane, acc_$r);
+    store_stream(lane, acc_$r_0);
     workgroupBarrier();
     if lane < V_CHUNKS && $ru < rows {
         finish_split(seq, item, $ru, lane, joined_streams(lane));
     }
     //end
+    //else
+    //each r DECODE_ROWS
+    //each i V_SPAN
+    if $ru < rows && lane + ${i * DECODE_LANES}u < V_CHUNKS {
+        finish_split(seq, item, $ru, lane + ${i * DECODE_LANES}u, acc_$r_$i);
+    }
+    //end
+    //end
+    //end
     report_done(lane);
 }
 
+//if JOINS
 // The scores are spent; their memory passes the lanes' accumulators of one row.
 fn store_stream(lane: u32, acc: Chunk) {
     let word = lane * 8u;
@@ -155,6 +282,7 @@ fn joined_streams(chunk: u32) -> Chunk {
     }
     return total;
 }
+//end
 
 // One chunk of a row: the result where the keys were not split, else its share of the split's partial state.
 fn finish_split(seq: Sequence, item: WorkItem, r: u32, chunk: u32, acc: Chunk) {

@@ -17,6 +17,10 @@ fn prefill(
     @builtin(workgroup_id) group_id: vec3<u32>,
     @builtin(num_workgroups) group_count: vec3<u32>,
     @builtin(local_invocation_index) lane: u32,
+    //if PREFILL_SUBGROUP
+    @builtin(subgroup_invocation_id) subgroup_lane: u32,
+    @builtin(subgroup_size) subgroup_size: u32,
+    //end
 ) {
     let group = linear_group(group_id, group_count);
     if group >= params.prefill_groups {
@@ -25,6 +29,20 @@ fn prefill(
     let item = work_item(params.prefill_items, group);
     let seq = sequence(item.sequence);
     let row_count = seq.q_len * GROUP;
+    //if PREFILL_SUBGROUP
+    if subgroup_size != PREFILL_SUBGROUP {
+        report_error(ERROR_SUBGROUP);
+    }
+    // Chunk i of a step's keys is loaded by lane i % PREFILL_SUBGROUP of every subgroup into its register i / PREFILL_SUBGROUP.
+    //each i K_LOADS
+    let k_key_$i = (${i * PREFILL_SUBGROUP}u + subgroup_lane) / QK_CHUNKS;
+    let k_chunk_$i = (${i * PREFILL_SUBGROUP}u + subgroup_lane) % QK_CHUNKS;
+    //end
+    //each i V_LOADS
+    let v_key_$i = (${i * PREFILL_SUBGROUP}u + subgroup_lane) / V_CHUNKS;
+    let v_chunk_$i = (${i * PREFILL_SUBGROUP}u + subgroup_lane) % V_CHUNKS;
+    //end
+    //end
 
     //each r ROWS_PER_LANE
     // A lane without a row repeats the last one and writes nothing.
@@ -60,10 +78,33 @@ fn prefill(
         var s_$r_$k = 0.0;
         //end
         //end
+        //if PREFILL_SUBGROUP
+        //each i K_LOADS
+        var k_offset_$i = k_row_0;
+        //each k 1 STEP_KEYS
+        k_offset_$i = select(k_offset_$i, k_row_$k, k_key_$i >= $ku);
+        //end
+        let keys_$i = load_kv(k_offset_$i, k_chunk_$i, HEAD_DIM);
+        //end
+        //each i V_LOADS
+        var v_offset_$i = v_row_0;
+        //each k 1 STEP_KEYS
+        v_offset_$i = select(v_offset_$i, v_row_$k, v_key_$i >= $ku);
+        //end
+        let values_$i = load_kv(v_offset_$i, v_chunk_$i, V_HEAD_DIM);
+        //end
+        //end
         //each c QK_CHUNKS
         {
             //each k STEP_KEYS
+            //if PREFILL_SUBGROUP
+            let key_$k = Chunk(
+                subgroupBroadcast(keys_${k * QK_CHUNKS + c / PREFILL_SUBGROUP}.lo, ${k * QK_CHUNKS + c % PREFILL_SUBGROUP}u),
+                subgroupBroadcast(keys_${k * QK_CHUNKS + c / PREFILL_SUBGROUP}.hi, ${k * QK_CHUNKS + c % PREFILL_SUBGROUP}u),
+            );
+            //else
             let key_$k = load_kv(k_row_$k, $cu, HEAD_DIM);
+            //end
             //end
             //each r ROWS_PER_LANE
             //each k STEP_KEYS
@@ -93,7 +134,14 @@ fn prefill(
         //each c V_CHUNKS
         {
             //each k STEP_KEYS
+            //if PREFILL_SUBGROUP
+            let value_$k = Chunk(
+                subgroupBroadcast(values_${k * V_CHUNKS + c / PREFILL_SUBGROUP}.lo, ${k * V_CHUNKS + c % PREFILL_SUBGROUP}u),
+                subgroupBroadcast(values_${k * V_CHUNKS + c / PREFILL_SUBGROUP}.hi, ${k * V_CHUNKS + c % PREFILL_SUBGROUP}u),
+            );
+            //else
             let value_$k = load_kv(v_row_$k, $cu, V_HEAD_DIM);
+            //end
             //end
             //each r ROWS_PER_LANE
             var part_$r = scaled(value_0, p_$r_0);

@@ -5,7 +5,7 @@ use thiserror::Error;
 use crate::batch::Batch;
 use crate::case::AttentionOptions;
 use crate::geometry::Dtype;
-use crate::kernels::{BuildError, KernelConfig, KernelId, Kernels, Processor, fold_grid};
+use crate::kernels::{AdapterFacts, BuildError, KernelConfig, KernelId, Kernels, Variants, fold_grid};
 use crate::kv::KvLayout;
 use crate::plan::{DevicePlan, PARAMS_BYTES, Params, Plan, PlanError};
 use crate::status::STATUS_BYTES;
@@ -24,9 +24,9 @@ pub struct AttentionConfig {
 }
 
 impl AttentionConfig {
-    /// What the kernels for this configuration are specialised for, on a given processor.
-    pub fn kernels(&self, processor: Processor) -> KernelConfig {
-        KernelConfig { geometry: *self.layout.geometry(), q: self.q, kv: self.layout.dtype(), out: self.out, processor }
+    /// What the kernels for this configuration are specialised for, built in the given way.
+    pub fn kernels(&self, variants: Variants) -> KernelConfig {
+        KernelConfig { geometry: *self.layout.geometry(), q: self.q, kv: self.layout.dtype(), out: self.out, variants }
     }
 }
 
@@ -159,7 +159,11 @@ pub struct Attention {
 }
 
 impl Attention {
-    /// Compiles the kernels on `device`, which was opened on `adapter`.
+    /// Compiles kernels on `device`, which was opened on `adapter`: those that the rule prefers, or those without subgroups
+    /// where the adapter has subgroups of several sizes.
+    ///
+    /// Nothing is run. [`crate::Runner::choose`] also tests the kernels before it hands them out, and steps down where an
+    /// adapter does not do what it says.
     ///
     /// # Errors
     /// As [`Kernels::new`].
@@ -168,7 +172,13 @@ impl Attention {
         adapter: &wgpu::AdapterInfo,
         config: &AttentionConfig,
     ) -> Result<Self, BuildError> {
-        Self::with_kernels(Kernels::new(device, &config.kernels(Processor::of(adapter))).await?, config)
+        let (facts, geometry) = (AdapterFacts::new(adapter, device), config.layout.geometry());
+        let preferred = match facts.subgroup_sizes {
+            Some((min, max)) if min == max => Variants::candidates(&facts, geometry).into_iter().next(),
+            _ => None,
+        };
+        let variants = preferred.unwrap_or_else(|| Variants::base(&facts, geometry));
+        Self::with_kernels(Kernels::new(device, &config.kernels(variants)).await?, config)
     }
 
     /// Uses kernels that were compiled before: pools of other sizes, pages, scales and masks share them.
@@ -176,7 +186,7 @@ impl Attention {
     /// # Errors
     /// [`BuildError::OtherConfig`] if they were compiled for other dimensions or types.
     pub fn with_kernels(kernels: Kernels, config: &AttentionConfig) -> Result<Self, BuildError> {
-        let needed = config.kernels(kernels.config().processor);
+        let needed = config.kernels(kernels.config().variants);
         if kernels.config().pipeline_key() != needed.pipeline_key() {
             return Err(BuildError::OtherConfig { found: Box::new(*kernels.config()), needed: Box::new(needed) });
         }

@@ -31,6 +31,7 @@ mod kv;
 mod plan;
 pub mod reference;
 mod runner;
+mod selftest;
 mod status;
 mod tensor;
 mod verify;
@@ -43,7 +44,8 @@ pub use geometry::{Dtype, GeometryError, HEAD_DIM_MAX, HeadGeometry, PageSize, R
 pub use kernels::{BuildError, KernelConfig, Kernels};
 pub use kv::{Append, AppendCall, AppendError, AppendPlan, AppendSource, KvLayout, LayoutError, RowLayout};
 pub use plan::{DevicePlan, Plan, PlanError, UploadError};
-pub use runner::{KernelUse, Output, RunError, RunOptions, Runner};
+pub use runner::{Choice, KernelUse, Output, RunError, RunOptions, Runner};
+pub use selftest::SelfTestError;
 pub use status::{STATUS_BYTES, Status, StatusError};
 pub use tensor::{Tensor, TensorError};
 

@@ -12,10 +12,11 @@ use crate::case::{AttentionOptions, Case, CaseError, KvSource};
 use crate::chains::Chains;
 use crate::geometry::{Dtype, HeadGeometry, PageSize, padded_dim};
 use crate::kernels::{
-    BuildError, DECODE_ROWS_MAX, KernelConfig, KernelId, Kernels, PipelineKey, Processor, SPLIT_KEYS,
+    AdapterFacts, BuildError, DECODE_ROWS_MAX, KernelConfig, KernelId, Kernels, PipelineKey, SPLIT_KEYS, Variants,
 };
 use crate::kv::{Append, AppendError, AppendPlan, AppendSource, KvLayout, LayoutError};
 use crate::plan::{DevicePlan, PlanError, UploadError};
+use crate::selftest::{SelfTestError, self_test};
 use crate::status::{STATUS_BYTES, Status, StatusError};
 use crate::tensor::Tensor;
 
@@ -69,6 +70,9 @@ pub enum RunError {
     /// The call could not be bound.
     #[error(transparent)]
     Bind(#[from] BindError),
+    /// Kernels that do not compute right on this device.
+    #[error(transparent)]
+    SelfTest(#[from] SelfTestError),
     /// The kernels reported a failure.
     #[error(transparent)]
     Status(#[from] StatusError),
@@ -87,12 +91,14 @@ pub struct RunOptions {
     pub page_ids: Option<Vec<u32>>,
     /// Type of the output rows: [`Dtype::F32`] or [`Dtype::F16`].
     pub out_dtype: Dtype,
+    /// Variants of the kernels to use, untested; `None` leaves the choice to [`Runner::choose`].
+    pub variants: Option<Variants>,
 }
 
 impl RunOptions {
-    /// Pages of `page_size` in order, output in f32.
+    /// Pages of `page_size` in order, output in f32, the runner's choice of kernels.
     pub fn new(page_size: PageSize) -> Self {
-        Self { page_size, page_ids: None, out_dtype: Dtype::F32 }
+        Self { page_size, page_ids: None, out_dtype: Dtype::F32, variants: None }
     }
 }
 
@@ -100,8 +106,8 @@ impl RunOptions {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct KernelUse {
-    /// The kernel's name, such as `prefill-base`.
-    pub kernel: &'static str,
+    /// The kernel's name and variant, such as `prefill-broadcast32-r2k4`.
+    pub kernel: String,
     /// Why it was chosen.
     pub reason: String,
     /// Workgroups dispatched.
@@ -134,13 +140,27 @@ pub struct Output {
 /// that promise honest in every run.
 const PADDING: u8 = 0xff;
 
+/// Which variants were chosen for a configuration, and why not the ones preferred to them.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct Choice {
+    /// The variants that passed the self-test.
+    pub variants: Variants,
+    /// Variants that the rule prefers, and what was wrong with each.
+    pub stepped_down: Vec<(Variants, String)>,
+    /// Time to compile the chosen kernels, their first dispatch included.
+    pub compile_ms: f64,
+}
+
 /// Owns a device and the pipelines made on it, and runs cases.
 #[derive(Debug)]
 pub struct Runner {
     info: wgpu::AdapterInfo,
     device: wgpu::Device,
     queue: wgpu::Queue,
+    facts: AdapterFacts,
     kernels: HashMap<PipelineKey, Kernels>,
+    choices: HashMap<PipelineKey, Choice>,
     /// The first error that no scope caught, or the reason why the device was lost.
     failure: Arc<Mutex<Option<String>>>,
 }
@@ -167,7 +187,7 @@ impl Runner {
     pub fn with_limits(adapter: &wgpu::Adapter, required_limits: wgpu::Limits) -> Result<Self, RunError> {
         let descriptor = wgpu::DeviceDescriptor {
             label: Some("paged-attention"),
-            required_features: adapter.features() & wgpu::Features::TIMESTAMP_QUERY,
+            required_features: adapter.features() & (wgpu::Features::TIMESTAMP_QUERY | wgpu::Features::SUBGROUP),
             required_limits,
             ..wgpu::DeviceDescriptor::default()
         };
@@ -186,7 +206,9 @@ impl Runner {
                 note(&noted, format!("device lost: {message}"));
             }
         });
-        Ok(Self { info: adapter.get_info(), device, queue, kernels: HashMap::new(), failure })
+        let info = adapter.get_info();
+        let facts = AdapterFacts::new(&info, &device);
+        Ok(Self { info, device, queue, facts, kernels: HashMap::new(), choices: HashMap::new(), failure })
     }
 
     /// The adapter that the device was opened on.
@@ -216,6 +238,40 @@ impl Runner {
         self.warm_up(&kernels)?;
         self.kernels.insert(config.pipeline_key(), kernels.clone());
         Ok(kernels)
+    }
+
+    /// Chooses among the variants for `config` (whose own are not looked at): the first that the rule prefers
+    /// ([`Variants::candidates`]) and that computes a small case right, by the float64 reference and the error bound.
+    /// Compiles and runs what it tries, once per configuration. Blocks.
+    ///
+    /// # Errors
+    /// Of the last candidate, which needs no device feature.
+    pub fn choose(&mut self, config: &KernelConfig) -> Result<Choice, RunError> {
+        let base = Variants::base(&self.facts, &config.geometry);
+        let key = KernelConfig { variants: base, ..*config }.pipeline_key();
+        if let Some(choice) = self.choices.get(&key) {
+            return Ok(choice.clone());
+        }
+        let mut stepped_down = Vec::new();
+        for variants in Variants::candidates(&self.facts, &config.geometry) {
+            let started = Instant::now();
+            let tried = self.kernels(&KernelConfig { variants, ..*config }).and_then(|kernels| {
+                let compile_ms = started.elapsed().as_secs_f64() * 1e3;
+                self_test(self, kernels.config())?;
+                Ok(compile_ms)
+            });
+            match tried {
+                Ok(compile_ms) => {
+                    let choice = Choice { variants, stepped_down, compile_ms };
+                    self.choices.insert(key, choice.clone());
+                    return Ok(choice);
+                }
+                Err(error) if variants == base => return Err(error),
+                Err(error) => stepped_down.push((variants, error.to_string())),
+            }
+        }
+        // The candidates end with the base.
+        Err(RunError::Failed("there are no variants".into()))
     }
 
     /// Dispatches every kernel once with nothing to do, since some drivers compile at the first dispatch: the time
@@ -269,7 +325,11 @@ impl Runner {
         };
         let layout = KvLayout::new(geometry, k.dtype(), table.page_size, table.page_count)?;
         let config = AttentionConfig { q: case.q().dtype(), out: options.out_dtype, layout, options: *case.options() };
-        let kernels = self.kernels(&config.kernels(Processor::of(&self.info)))?;
+        let variants = match options.variants {
+            Some(variants) => variants,
+            None => self.choose(&config.kernels(Variants::base(&self.facts, &geometry)))?.variants,
+        };
+        let kernels = self.kernels(&config.kernels(variants))?;
         let attention = Attention::with_kernels(kernels, &config)?;
         let plan = attention.plan(&table.batch(case))?;
 
@@ -308,7 +368,7 @@ impl Runner {
             chains: plan.chains().to_vec(),
             kernels: std::iter::once((KernelId::Append, append_groups))
                 .chain(plan.workgroups())
-                .filter_map(kernel_use)
+                .filter_map(|(kernel, workgroups)| kernel_use(&variants, kernel, workgroups))
                 .collect(),
             gpu_ms,
             wall_ms,
@@ -497,17 +557,18 @@ fn elapsed_ms(bytes: &[u8], period_ns: f32) -> Option<f64> {
     Some(end.checked_sub(begin)? as f64 * f64::from(period_ns) * 1e-6)
 }
 
-fn kernel_use((kernel, workgroups): (KernelId, u32)) -> Option<KernelUse> {
+fn kernel_use(variants: &Variants, kernel: KernelId, workgroups: u32) -> Option<KernelUse> {
     let (kernel, reason) = match kernel {
         KernelId::Prefill => (
-            "prefill-base",
+            variants.prefill.to_string(),
             format!("sequences with more than one query row and more than {DECODE_ROWS_MAX} tile rows"),
         ),
-        KernelId::Decode => {
-            ("decode-base", format!("sequences with one query row or at most {DECODE_ROWS_MAX} tile rows"))
-        }
-        KernelId::Merge => ("merge", format!("sequences whose keys were split (decodes: every {SPLIT_KEYS})")),
-        KernelId::Append => ("append", "contiguous keys and values".into()),
+        KernelId::Decode => (
+            variants.decode.to_string(),
+            format!("sequences with one query row or at most {DECODE_ROWS_MAX} tile rows"),
+        ),
+        KernelId::Merge => ("merge".into(), format!("sequences whose keys were split (decodes: every {SPLIT_KEYS})")),
+        KernelId::Append => ("append".into(), "contiguous keys and values".into()),
     };
     (workgroups > 0).then_some(KernelUse { kernel, reason, workgroups })
 }

@@ -12,6 +12,9 @@ const ERROR_PAGE_ID: u32 = 1;
 /// invocation has gone through 65,535 iterations.
 const ERROR_CUT_SHORT: u32 = 2;
 
+/// Set by a kernel whose subgroups have another size than it was built for.
+const ERROR_SUBGROUP: u32 = 4;
+
 /// A run whose result must not be used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
@@ -34,6 +37,12 @@ pub enum StatusError {
     /// The driver ended a loop before its end: the kernel is too long for it.
     #[error("the driver ended a kernel's loop early (error bits {bits:#x})")]
     CutShort {
+        /// All error bits.
+        bits: u32,
+    },
+    /// A kernel's subgroups have another size than it was built for.
+    #[error("a kernel was built for subgroups of another size than it ran with (error bits {bits:#x})")]
+    Subgroup {
         /// All error bits.
         bits: u32,
     },
@@ -64,6 +73,9 @@ impl Status {
     pub fn check(self, dispatched: u32) -> Result<(), StatusError> {
         if self.errors & ERROR_PAGE_ID != 0 {
             return Err(StatusError::PageId { bits: self.errors });
+        }
+        if self.errors & ERROR_SUBGROUP != 0 {
+            return Err(StatusError::Subgroup { bits: self.errors });
         }
         if self.errors & ERROR_CUT_SHORT != 0 {
             return Err(StatusError::CutShort { bits: self.errors });

@@ -127,5 +127,23 @@ fn advanced(at: Cursor, exists: bool) -> Cursor {
     return Cursor(select(at.entry, after.entry, exists), select(at.slot, after.slot, exists));
 }
 
-// In place of a row offset, for a row that must not be read.
-const NO_ROW = 0xffffffffu;
+// Whether every page of keys `key_begin .. key_end` exists. All lanes come to the same answer.
+fn pages_exist(seq: Sequence, key_begin: u32, key_end: u32) -> bool {
+    var exist = true;
+    if key_begin < key_end {
+        for (var entry = page_entry(seq, key_begin); entry <= page_entry(seq, key_end - 1u); entry++) {
+            exist = exist && checked_page(plan[entry]).exists;
+        }
+    }
+    return exist;
+}
+
+// Where a key's rows start, its page being known to exist: x of the key, y of the value.
+fn key_rows(seq: Sequence, kv_head: u32, key: u32) -> vec2<u32> {
+    let page = plan[page_entry(seq, key)];
+    let slot = key % params.page_size;
+    return vec2<u32>(
+        row_offset(params.k_rows, page, kv_head, slot),
+        row_offset(params.v_rows, page, kv_head, slot),
+    );
+}

@@ -6,6 +6,7 @@ mod shader_layout;
 mod source;
 mod template;
 mod tiles;
+mod variant;
 
 use std::sync::Arc;
 
@@ -14,7 +15,8 @@ use thiserror::Error;
 use crate::geometry::{Dtype, HeadGeometry};
 pub(crate) use grid::fold_grid;
 pub use source::KernelId;
-pub use tiles::{DECODE_ROWS_MAX, LANES, Processor, SPLIT_KEYS, Tiles};
+pub use tiles::{DECODE_ROWS_MAX, LANES, SPLIT_KEYS, Tiles};
+pub use variant::{AdapterFacts, DecodeVariant, PrefillVariant, SUBGROUP_SIZES, Variants};
 
 /// What the kernels are specialised for.
 ///
@@ -30,23 +32,23 @@ pub struct KernelConfig {
     pub kv: Dtype,
     /// Type of the output rows: [`Dtype::F32`] or [`Dtype::F16`].
     pub out: Dtype,
-    /// What runs them.
-    pub processor: Processor,
+    /// How they are built.
+    pub variants: Variants,
 }
 
 /// See [`KernelConfig::pipeline_key`].
-pub type PipelineKey = (u32, u32, u32, [Dtype; 3], Processor);
+pub type PipelineKey = (u32, u32, u32, [Dtype; 3], Variants);
 
 impl KernelConfig {
     /// Equal for two configurations exactly if the same pipelines serve both.
     pub fn pipeline_key(&self) -> PipelineKey {
-        let Self { geometry, q, kv, out, processor } = *self;
-        (geometry.group(), geometry.head_dim(), geometry.v_head_dim(), [q, kv, out], processor)
+        let Self { geometry, q, kv, out, variants } = *self;
+        (geometry.group(), geometry.head_dim(), geometry.v_head_dim(), [q, kv, out], variants)
     }
 
     /// The tile sizes.
     pub fn tiles(&self) -> Tiles {
-        Tiles::new(&self.geometry, self.processor)
+        Tiles::new(&self.geometry, &self.variants)
     }
 
     /// WebGPU's default limits: what the base kernels stay within. A device may be asked for less where a smaller

@@ -4,6 +4,7 @@ use std::fmt::Write;
 
 use super::template;
 use super::tiles::{LANES, SPLIT_KEYS};
+use super::variant::{DecodeVariant, Variants};
 use super::{BuildError, KernelConfig};
 use crate::geometry::Dtype;
 
@@ -125,9 +126,8 @@ fn dtype_code(dtype: Dtype) -> u32 {
 }
 
 fn constants(config: &KernelConfig) -> Vec<(&'static str, u32)> {
-    let (geometry, tiles) = (&config.geometry, config.tiles());
+    let (geometry, tiles, Variants { prefill, decode }) = (&config.geometry, config.tiles(), config.variants);
     vec![
-        ("LANES", LANES),
         ("GROUP", geometry.group()),
         ("HEAD_DIM", geometry.head_dim()),
         ("V_HEAD_DIM", geometry.v_head_dim()),
@@ -137,15 +137,29 @@ fn constants(config: &KernelConfig) -> Vec<(&'static str, u32)> {
         ("Q_DTYPE", dtype_code(config.q)),
         ("KV_DTYPE", dtype_code(config.kv)),
         ("OUT_DTYPE", dtype_code(config.out)),
-        ("PREFILL_LANES", tiles.prefill_lanes),
-        ("ROWS_PER_LANE", tiles.rows_per_lane),
-        ("STEP_KEYS", tiles.step_keys),
-        ("PREFILL_SPLIT_KEYS", tiles.prefill_split_keys),
+        ("LANES", LANES),
+        ("PREFILL_LANES", prefill.lanes),
+        ("PREFILL_SUBGROUP", prefill.subgroup),
+        ("ROWS_PER_LANE", prefill.rows_per_lane),
+        ("STEP_KEYS", prefill.step_keys),
+        ("PREFILL_SPLIT_KEYS", prefill.split_keys),
+        // Chunks of a step's keys and values that each lane of a subgroup loads.
+        ("K_LOADS", (prefill.step_keys * tiles.qk_chunks).div_ceil(prefill.subgroup.max(1))),
+        ("V_LOADS", (prefill.step_keys * tiles.v_chunks).div_ceil(prefill.subgroup.max(1))),
+        ("DECODE_LANES", tiles.decode_lanes),
+        ("DECODE_SUBGROUP", decode.subgroup()),
+        ("STREAMS", matches!(decode, DecodeVariant::Streams { .. }).into()),
         ("SPLIT_KEYS", SPLIT_KEYS),
         ("DECODE_ROWS", tiles.decode_rows),
-        ("PARTS", LANES / tiles.row_slots),
+        ("LANES_PER_KEY", tiles.lanes_per_key),
+        ("KEY_LANE_BITS", tiles.lanes_per_key.ilog2()),
+        // Chunks of a query that each lane of a subgroup holds.
+        ("Q_LOADS", tiles.qk_chunks.div_ceil(tiles.lanes_per_key)),
+        ("PARTS", tiles.decode_lanes / tiles.row_slots),
         ("SCORES", tiles.scores),
         ("KEY_STREAMS", tiles.key_streams),
+        ("JOINS", (tiles.key_streams > 1).into()),
+        ("V_SPAN", tiles.v_span),
         ("MERGE_ROWS", tiles.merge_rows),
     ]
 }

@@ -1,0 +1,144 @@
+//! Variants of the kernels, and the rule that chooses among them.
+
+use std::fmt;
+
+use crate::geometry::{HeadGeometry, ROW_ALIGN, padded_dim};
+
+/// Subgroup sizes that there are variants for.
+pub const SUBGROUP_SIZES: [u32; 5] = [4, 8, 16, 32, 64];
+
+/// How the prefill kernel is built.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct PrefillVariant {
+    /// 0: all lanes read the same address. Otherwise the subgroup size: each lane reads other words, and the subgroup
+    /// broadcasts them.
+    pub subgroup: u32,
+    /// Lanes of a workgroup; a multiple of `subgroup`.
+    pub lanes: u32,
+    /// Tile rows that each lane owns.
+    pub rows_per_lane: u32,
+    /// Keys per online-softmax step.
+    pub step_keys: u32,
+    /// Keys per split, a multiple of `step_keys`; longer sequences leave partial states.
+    pub split_keys: u32,
+}
+
+/// How the decode kernel is built.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum DecodeVariant {
+    /// Without subgroups: a lane per key, queries in workgroup memory.
+    Workgroup,
+    /// A lane per key, each walking through keys that lie one after the other; queries broadcast in the subgroup.
+    Streams {
+        /// The subgroup's size, and the workgroup's.
+        subgroup: u32,
+    },
+    /// Several lanes per key, each with some of its dimensions; sums by exchange in the subgroup.
+    Exchange {
+        /// The subgroup's size, and the workgroup's.
+        subgroup: u32,
+    },
+}
+
+impl DecodeVariant {
+    /// The subgroup size, 0 without.
+    pub fn subgroup(self) -> u32 {
+        match self {
+            Self::Workgroup => 0,
+            Self::Streams { subgroup } | Self::Exchange { subgroup } => subgroup,
+        }
+    }
+}
+
+/// One choice for every kernel that has variants.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Variants {
+    /// The prefill kernel's.
+    pub prefill: PrefillVariant,
+    /// The decode kernel's.
+    pub decode: DecodeVariant,
+}
+
+/// What an adapter and a device say of themselves, as far as the rule asks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AdapterFacts {
+    /// Whether shaders run on the CPU: loads cost as much as arithmetic, and registers spill to a cache that is near.
+    pub cpu: bool,
+    /// Smallest and largest subgroup size; `None` where the device has no subgroups enabled.
+    pub subgroup_sizes: Option<(u32, u32)>,
+}
+
+impl AdapterFacts {
+    /// Reads the facts. `device` may have fewer features than its adapter.
+    pub fn new(adapter: &wgpu::AdapterInfo, device: &wgpu::Device) -> Self {
+        let subgroups = device.features().contains(wgpu::Features::SUBGROUP);
+        Self {
+            cpu: adapter.device_type == wgpu::DeviceType::Cpu,
+            subgroup_sizes: subgroups.then_some((adapter.subgroup_min_size, adapter.subgroup_max_size)),
+        }
+    }
+}
+
+impl Variants {
+    /// The variants to try on a device, best first; the last needs no subgroups. The rule, with what it rests on, is
+    /// in the documentation's page on performance.
+    ///
+    /// Where an adapter has several subgroup sizes, its drivers choose one per pipeline: every size is a candidate,
+    /// and a kernel whose subgroups turn out to have another size says so in its status.
+    pub fn candidates(facts: &AdapterFacts, geometry: &HeadGeometry) -> Vec<Self> {
+        let (min, max) = facts.subgroup_sizes.unwrap_or((0, 0));
+        let mut sizes: Vec<u32> = SUBGROUP_SIZES.into_iter().filter(|size| (min..=max).contains(size)).collect();
+        // 32 is the most common where there is a choice.
+        sizes.sort_by_key(|size| size.abs_diff(32));
+        let mut candidates: Vec<Self> =
+            sizes.into_iter().map(|size| Self::with_subgroups(facts, geometry, size)).collect();
+        candidates.push(Self::base(facts, geometry));
+        candidates
+    }
+
+    /// The variants that need no device feature.
+    pub fn base(facts: &AdapterFacts, geometry: &HeadGeometry) -> Self {
+        Self { prefill: prefill(facts, geometry, 0), decode: DecodeVariant::Workgroup }
+    }
+
+    fn with_subgroups(facts: &AdapterFacts, geometry: &HeadGeometry, subgroup: u32) -> Self {
+        let decode = if facts.cpu { DecodeVariant::Streams { subgroup } } else { DecodeVariant::Exchange { subgroup } };
+        Self { prefill: prefill(facts, geometry, subgroup), decode }
+    }
+}
+
+/// A row takes a query and an accumulator in registers: 128 words at head dimension 64. A GPU's lane has 255 registers at
+/// most, so two rows fit only below that. On a CPU what counts is that a load serves many rows; short steps keep the
+/// compiler's work small.
+fn prefill(facts: &AdapterFacts, geometry: &HeadGeometry, subgroup: u32) -> PrefillVariant {
+    let row_words = padded_dim(geometry.head_dim()) + padded_dim(geometry.v_head_dim());
+    if facts.cpu {
+        let rows_per_lane = if row_words <= 256 { 4 } else { 2 };
+        // llvmpipe of Mesa 22 ends all loops of an invocation after 65,535 iterations.
+        PrefillVariant { subgroup, lanes: 64 / rows_per_lane, rows_per_lane, step_keys: 2, split_keys: 1 << 15 }
+    } else {
+        let rows_per_lane = if row_words <= 12 * ROW_ALIGN { 2 } else { 1 };
+        // Prefill has rows enough to fill a GPU, so its keys need no split.
+        PrefillVariant { subgroup, lanes: 64, rows_per_lane, step_keys: 4, split_keys: 1 << 31 }
+    }
+}
+
+impl fmt::Display for PrefillVariant {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { subgroup, rows_per_lane, step_keys, .. } = self;
+        match subgroup {
+            0 => write!(f, "prefill-uniform-r{rows_per_lane}k{step_keys}"),
+            _ => write!(f, "prefill-broadcast{subgroup}-r{rows_per_lane}k{step_keys}"),
+        }
+    }
+}
+
+impl fmt::Display for DecodeVariant {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Workgroup => write!(f, "decode-workgroup"),
+            Self::Streams { subgroup } => write!(f, "decode-streams{subgroup}"),
+            Self::Exchange { subgroup } => write!(f, "decode-exchange{subgroup}"),
+        }
+    }
+}
