@@ -192,12 +192,7 @@ impl<'a> Layer<'a> {
     }
 
     pub fn io(&self) -> AttentionIo<'_> {
-        AttentionIo {
-            q: self.q.binding(),
-            kv: self.kv.binding(),
-            out: self.out.binding(),
-            lse: self.lse.binding(),
-        }
+        AttentionIo { q: self.q.binding(), kv: self.kv.binding(), out: self.out.binding(), lse: self.lse.binding() }
     }
 
     /// Output and log-sum-exp.
