@@ -1,7 +1,8 @@
 //! What a call writes: every owned element of its results, and nothing else.
 
 use paged_attention::Dtype::{F16, F32};
-use paged_attention::{AttentionIo, BindError, DevicePlan, KvLayout, PageSize, Workspace, wgpu};
+use paged_attention::kernels::{KernelId, SourceEdit};
+use paged_attention::{Attention, AttentionIo, BindError, DevicePlan, Kernels, KvLayout, PageSize, Workspace, wgpu};
 use paged_attention_cases::{CaseSpec, Heads, Pool, build};
 
 use super::host::{Guarded, Host, Layer, batch, host};
@@ -129,4 +130,38 @@ fn a_refused_call_has_no_effect() {
     // After the refusals the same objects still serve.
     run(host, &layer, &device_plan, &workspace);
     assert!(!layer.is_untouched(host));
+}
+
+/// What a kernel leaves out stays NaN.
+#[test]
+fn an_element_that_is_not_written_is_noticed() {
+    let (Some(gpu), Some(host)) = (gpu(), host()) else { return };
+    let spec = CaseSpec::new("api/unwritten", Heads::new(2, 1, 8).with_v(16), LENGTHS).paged(Pool::new(5)).seed(42);
+    let (case, expected) = gpu.run_spec(&spec).unwrap();
+    let layer = Layer::new(host, &case, spec.out);
+    let attention = host.attention(&layer.config);
+    let plan = attention.plan(&batch(&case)).unwrap();
+    let plan = DevicePlan::upload(&host.device, &plan).unwrap();
+    for (kernel, from, to) in [
+        (KernelId::Prefill, "    store_lse(query_0, state_0);\n", ""),
+        (KernelId::Prefill, "store_out(query_0, 1u,", "store_out(query_0, 0u,"),
+        (KernelId::Decode, "store_out(query, chunk, scaled", "store_out(query, 0u, scaled"),
+        (KernelId::Merge, "        if chunk == 0u {", "if chunk == 2u {"),
+    ] {
+        let edits = [SourceEdit { kernel, from, to }];
+        let config = attention.kernels().config();
+        let kernels = pollster::block_on(Kernels::with_edits(&host.device, config, &edits)).unwrap();
+        let mutant = Attention::with_kernels(kernels, &layer.config).unwrap();
+        let layer = Layer::new(host, &case, spec.out);
+        let workspace = Workspace::new(&host.device, 1 << 16);
+        let call = mutant.bind(&host.device, &plan, layer.io(), &workspace).unwrap();
+        host.submit(|pass| mutant.encode(pass, &call));
+        let [out, lse] = layer.results(host);
+        let left_out = |found: &[f32]| found.iter().filter(|x| x.is_nan()).count();
+        assert!(left_out(&out) + left_out(&lse) > 0, "nobody notices {edits:?}");
+    }
+    let workspace = Workspace::new(&host.device, 1 << 16);
+    run(host, &layer, &plan, &workspace);
+    let [out, lse] = layer.results(host);
+    assert_eq!(bits("out", &out, &expected.out).or(bits("lse", &lse, &expected.lse)), None);
 }
