@@ -7,15 +7,23 @@
 
 #![allow(missing_docs, reason = "a program, not a library")]
 #![allow(clippy::print_stdout, reason = "its purpose")]
-#![allow(clippy::expect_used, clippy::indexing_slicing, clippy::unwrap_used, reason = "it stops at the first failure")]
+#![allow(
+    clippy::expect_used,
+    clippy::indexing_slicing,
+    clippy::panic,
+    clippy::unwrap_used,
+    reason = "it stops at the first failure"
+)]
 
 mod gpu;
 mod limits;
+mod paged;
 mod problem;
 mod unfused;
 
 use gpu::{Gpu, median};
 use limits::FmaRate;
+use paged::Paged;
 use problem::{Problem, largest_error};
 use unfused::Unfused;
 
@@ -42,6 +50,13 @@ impl Contender<'_> {
     }
 }
 
+fn contenders<'a>(paged: &'a Paged, unfused: &'a Unfused) -> [Contender<'a>; 2] {
+    [
+        Contender { name: "ours", record: Box::new(|encoder| paged.encode(encoder)), out: &paged.out },
+        Contender { name: "unfused", record: Box::new(|encoder| unfused.encode(encoder)), out: &unfused.out },
+    ]
+}
+
 fn shapes() -> Vec<Problem> {
     let square = |name, heads, dim, n| Problem::new(name, heads, (dim, dim), true, &[(n, n)]);
     let decode = |name, heads, dim, seqs, n| Problem::new(name, heads, (dim, dim), true, &vec![(1, n); seqs]);
@@ -55,11 +70,11 @@ fn shapes() -> Vec<Problem> {
     ]
 }
 
-/// Small ragged batches that reach every branch of the baseline.
+/// Small ragged batches that reach every branch of both.
 fn small_shapes() -> Vec<Problem> {
     vec![
-        Problem::new("ragged causal", (6, 2), (80, 68), true, &[(70, 131), (1, 5), (0, 9), (3, 0), (129, 129), (5, 3)]),
-        Problem::new("ragged bidirectional", (2, 2), (4, 4), false, &[(65, 17), (2, 200)]),
+        Problem::new("ragged causal", (6, 2), (80, 72), true, &[(70, 131), (1, 5), (0, 9), (3, 0), (129, 129), (5, 3)]),
+        Problem::new("ragged bidirectional", (2, 2), (8, 8), false, &[(65, 17), (2, 200)]),
         Problem::new("ragged decode", (8, 2), (96, 128), true, &[(1, 1), (1, 77), (1, 0), (1, 16)]),
     ]
 }
@@ -67,8 +82,8 @@ fn small_shapes() -> Vec<Problem> {
 fn measure(gpu: &Gpu, fma: &FmaRate, problem: &Problem) {
     let reference = problem.reference();
     let unfused = Unfused::new(gpu, problem);
-    let contenders =
-        [Contender { name: "unfused", record: Box::new(|encoder| unfused.encode(encoder)), out: &unfused.out }];
+    let paged = Paged::new(gpu, problem);
+    let contenders = contenders(&paged, &unfused);
 
     println!("\n{}  {:.3} GFLOP, {:.1} MB of K and V", problem.name, 1e-9 * problem.flop(), 1e-6 * problem.kv_bytes());
     let mut repeats = Vec::new();
@@ -104,6 +119,15 @@ fn measure(gpu: &Gpu, fma: &FmaRate, problem: &Problem) {
             median(&shares),
         );
     }
+    let [ours, baseline] = seconds.as_slice() else { unreachable!("two contenders") };
+    let mut ratios: Vec<_> = ours.iter().zip(baseline).map(|(ours, unfused)| unfused / ours).collect();
+    ratios.sort_by(f64::total_cmp);
+    println!(
+        "  unfused / ours: {:.2} (median of {ROUNDS} rounds; {:.2} to {:.2})",
+        median(&ratios),
+        ratios[0],
+        ratios[ROUNDS - 1]
+    );
     let steps_ms: Vec<_> = (0..3)
         .map(|step| {
             let times: Vec<_> = (0..5).map(|_| gpu.seconds(&|encoder| unfused.encode_step(encoder, step), 1)).collect();
@@ -121,14 +145,14 @@ fn main() {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let names: Vec<&String> = arguments.iter().filter(|argument| !argument.starts_with('-')).collect();
     let gpu = Gpu::open();
-    let info = gpu.adapter.get_info();
-    println!("{} ({:?}, {} {})", info.name, info.backend, info.driver, info.driver_info);
+    println!("{}", paged_attention::adapter::describe(&gpu.adapter.get_info()));
 
     for problem in small_shapes() {
-        let unfused = Unfused::new(&gpu, &problem);
-        let contender =
-            Contender { name: "unfused", record: Box::new(|encoder| unfused.encode(encoder)), out: &unfused.out };
-        contender.check(&gpu, &problem.reference());
+        let (paged, unfused) = (Paged::new(&gpu, &problem), Unfused::new(&gpu, &problem));
+        let reference = problem.reference();
+        for contender in contenders(&paged, &unfused) {
+            contender.check(&gpu, &reference);
+        }
     }
     if !arguments.iter().any(|argument| argument == "--bench") {
         return;

@@ -10,7 +10,10 @@ import { create, globals } from 'webgpu';
 
 Object.assign(globalThis, globals);
 
-const adapter = await create(['backend=null']).requestAdapter();
+// Kept reachable to the end: Dawn goes as soon as this object is collected, and with it whatever still runs.
+const gpu = create(['backend=null']);
+globalThis.gpu = gpu;
+const adapter = await gpu.requestAdapter();
 const requiredFeatures = ['shader-f16', 'subgroups'].filter((feature) => adapter.features.has(feature));
 const device = await adapter.requestDevice({ requiredFeatures });
 

@@ -2,6 +2,7 @@
 
 use std::time::Instant;
 
+use paged_attention::adapter;
 use wgpu::util::DeviceExt;
 
 /// Records the work of one call into an encoder.
@@ -15,19 +16,12 @@ pub struct Gpu {
 }
 
 impl Gpu {
-    /// Opens the adapter whose name contains `WGPU_ADAPTER_NAME`, otherwise a real one before a software one.
+    /// Opens the best adapter, or the one that `PAGED_ATTENTION_ADAPTER` names.
     pub fn open() -> Self {
         let instance = wgpu::Instance::new(wgpu::InstanceDescriptor::new_without_display_handle_from_env());
-        let wanted = std::env::var("WGPU_ADAPTER_NAME").unwrap_or_default().to_lowercase();
-        let mut adapters = pollster::block_on(instance.enumerate_adapters(wgpu::Backends::all()));
-        adapters.retain(|adapter| adapter.get_info().name.to_lowercase().contains(&wanted));
-        adapters.sort_by_key(|adapter| match adapter.get_info().device_type {
-            wgpu::DeviceType::DiscreteGpu => 0,
-            wgpu::DeviceType::IntegratedGpu => 1,
-            wgpu::DeviceType::VirtualGpu => 2,
-            wgpu::DeviceType::Other | wgpu::DeviceType::Cpu => 3,
-        });
-        let adapter = adapters.into_iter().next().expect("no adapter; ci/setup installs a software one");
+        let wanted = std::env::var("PAGED_ATTENTION_ADAPTER").ok();
+        let adapter = pollster::block_on(adapter::find(&instance, wanted.as_deref()))
+            .unwrap_or_else(|error| panic!("{error}; ci/setup installs a software one"));
         let (device, queue) = pollster::block_on(adapter.request_device(&wgpu::DeviceDescriptor {
             required_features: adapter.features() & wgpu::Features::SUBGROUP,
             // A score matrix may exceed the default 128 MiB; a fused kernel needs no such thing.

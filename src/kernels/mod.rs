@@ -1,6 +1,8 @@
 //! Shader sources, their sizes against the device's limits, and compiled pipelines.
 
 mod grid;
+#[cfg(test)]
+mod shader_layout;
 mod source;
 mod template;
 mod tiles;

@@ -49,17 +49,17 @@ pub enum AppendError {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Pod, Zeroable)]
 pub(crate) struct AppendParams {
-    k_rows: RowLayout,
-    v_rows: RowLayout,
-    tokens: u32,
-    kv_heads: u32,
-    page_size: u32,
-    page_count: u32,
-    groups: u32,
-    k_row_vectors: u32,
-    v_row_vectors: u32,
+    pub k_rows: RowLayout,
+    pub v_rows: RowLayout,
+    pub tokens: u32,
+    pub kv_heads: u32,
+    pub page_size: u32,
+    pub page_count: u32,
+    pub groups: u32,
+    pub k_row_vectors: u32,
+    pub v_row_vectors: u32,
     // Uniform buffers are sized in multiples of 16 bytes.
-    padding: u32,
+    pub padding: u32,
 }
 
 /// Where each new token goes: made once per step, used for every layer.
@@ -210,6 +210,12 @@ impl AppendCall {
             pass.set_bind_group(0, &self.bindings, &[]);
             pass.dispatch_workgroups(x, y, z);
         }
+    }
+
+    /// See `Call::of_every_kernel`.
+    pub(crate) fn of_every_kernel(mut self) -> Self {
+        self.dispatch = Some(Dispatch { kernel: KernelId::Append, grid: [1, 1, 1] });
+        self
     }
 
     /// Workgroups that report their end, for [`crate::Status::check`].

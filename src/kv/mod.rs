@@ -3,5 +3,7 @@
 mod append;
 mod layout;
 
+#[cfg(test)]
+pub(crate) use append::AppendParams;
 pub use append::{Append, AppendCall, AppendError, AppendPlan, AppendSource};
 pub use layout::{KvLayout, LayoutError, RowLayout};

@@ -1,0 +1,91 @@
+//! The structs that host and shaders share, compared by naga's reflection of the shaders: no field is moved on one side
+//! alone.
+
+use std::mem::{offset_of, size_of};
+
+use super::{KernelConfig, KernelId, Processor};
+use crate::geometry::{Dtype, HeadGeometry};
+use crate::kv::{AppendParams, RowLayout};
+use crate::plan::{PARAMS_BYTES, Params};
+
+/// Name, offset in bytes and size in bytes of each member, and the size of the whole.
+type Layout = (Vec<(String, u32, u32)>, u32);
+
+macro_rules! host_layout {
+    ($type:ty { $($field:ident),+ $(,)? }) => {{
+        let mut fields = vec![$((stringify!($field).to_owned(), offset_of!($type, $field) as u32)),+];
+        fields.sort_by_key(|(_, offset)| *offset);
+        let size = size_of::<$type>() as u32;
+        let ends: Vec<u32> = fields.iter().skip(1).map(|(_, offset)| *offset).chain([size]).collect();
+        let fields = fields.into_iter().zip(ends).map(|((name, offset), end)| (name, offset, end - offset)).collect();
+        (fields, size) as Layout
+    }};
+}
+
+fn shader_layout(kernel: KernelId, name: &str) -> Layout {
+    let geometry = HeadGeometry::new(8, 2, 64).expect("a legal geometry");
+    let (q, kv, out, processor) = (Dtype::F32, Dtype::F32, Dtype::F32, Processor::Gpu);
+    let source = kernel.wgsl(&KernelConfig { geometry, q, kv, out, processor }).expect("the kernel expands");
+    let module = naga::front::wgsl::parse_str(&source).expect("the kernel parses");
+    let mut layouter = naga::proc::Layouter::default();
+    layouter.update(module.to_ctx()).expect("the types have layouts");
+    let (_, found) = module.types.iter().find(|(_, found)| found.name.as_deref() == Some(name)).expect("the struct");
+    let naga::TypeInner::Struct { members, span } = &found.inner else { panic!("`{name}` is no struct") };
+    let member = |member: &naga::StructMember| {
+        (member.name.clone().unwrap_or_default(), member.offset, layouter[member.ty].size)
+    };
+    (members.iter().map(member).collect(), *span)
+}
+
+#[test]
+fn row_layouts_agree() {
+    let host = host_layout!(RowLayout { base, page_stride, head_stride, slot_stride });
+    for kernel in KernelId::ALL {
+        assert_eq!(shader_layout(kernel, "RowLayout"), host, "{}", kernel.entry_point());
+    }
+}
+
+#[test]
+fn attention_parameters_agree() {
+    let host = host_layout!(Params {
+        k_rows,
+        v_rows,
+        scale_log2,
+        causal,
+        kv_heads,
+        page_size,
+        page_count,
+        page_ids,
+        prefill_items,
+        prefill_groups,
+        decode_items,
+        decode_groups,
+        merge_items,
+        merge_groups,
+    });
+    for kernel in [KernelId::Prefill, KernelId::Decode, KernelId::Merge] {
+        assert_eq!(shader_layout(kernel, "Params"), host, "{}", kernel.entry_point());
+    }
+    assert!(u64::from(host.1) <= PARAMS_BYTES, "{} bytes of parameters", host.1);
+}
+
+#[test]
+fn append_parameters_agree() {
+    let (mut host, size) = host_layout!(AppendParams {
+        k_rows,
+        v_rows,
+        tokens,
+        kv_heads,
+        page_size,
+        page_count,
+        groups,
+        k_row_vectors,
+        v_row_vectors,
+        padding,
+    });
+    // The host's last word only fills the size up, and has no name in the shader.
+    assert_eq!(host.pop().map(|(name, _, bytes)| (name, bytes)), Some(("padding".to_owned(), 4)));
+    let (shader, span) = shader_layout(KernelId::Append, "AppendParams");
+    assert_eq!(shader, host);
+    assert!(span <= size && u64::from(size) <= PARAMS_BYTES, "{span} bytes in the shader, {size} on the host");
+}

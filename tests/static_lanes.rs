@@ -1,0 +1,275 @@
+//! What can be said of every kernel variant without a device: naga accepts and translates it for every backend, and
+//! what it declares is what the host counts on.
+//!
+//! `KERNEL_DIR=<folder>` keeps each variant's WGSL and SPIR-V there, for other tools (`ci/lanes`).
+//! `SPIRV_VAL=required` makes a missing `spirv-val` an error; otherwise that check is left out where there is none.
+
+// The short forms are allowed in test functions only; here the helpers belong to them.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::print_stdout)]
+
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::Mutex;
+use std::{fs, thread};
+
+use naga::back;
+use naga::valid::{Capabilities, ModuleInfo, ValidationFlags, Validator};
+use paged_attention::kernels::{KernelId, LANES, Processor};
+use paged_attention::{Dtype, HeadGeometry, KernelConfig};
+
+/// `(head_dim, v_head_dim)`: the smallest, the largest, odd ones, and those of well-known models.
+const DIMS: [(u32, u32); 10] =
+    [(1, 1), (8, 8), (32, 32), (59, 59), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)];
+const GROUPS: [u32; 6] = [1, 3, 4, 8, 9, 16];
+const STORED: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::Bf16];
+const OUT: [Dtype; 2] = [Dtype::F32, Dtype::F16];
+
+struct Variant {
+    kernel: KernelId,
+    config: KernelConfig,
+    name: String,
+}
+
+impl Variant {
+    fn new(kernel: KernelId, config: KernelConfig) -> Self {
+        let KernelConfig { geometry, q, kv, out, processor } = config;
+        let name = format!(
+            "{}-{processor:?}-g{}-d{}-v{}-q_{q}-kv_{kv}-out_{out}",
+            kernel.entry_point(),
+            geometry.group(),
+            geometry.head_dim(),
+            geometry.v_head_dim()
+        );
+        Self { kernel, config, name }
+    }
+
+    fn wgsl(&self) -> Result<String, String> {
+        self.kernel.wgsl(&self.config).map_err(|error| error.to_string())
+    }
+}
+
+/// Every geometry with every stored type, and every mixture of types with two geometries: one whose rows end inside a
+/// chunk of 8 elements, one whose rows do not.
+fn variants() -> Vec<Variant> {
+    let mut configs = Vec::new();
+    for (head_dim, v_head_dim) in DIMS {
+        for group in GROUPS {
+            let geometry = HeadGeometry::with_v_head_dim(2 * group, 2, head_dim, v_head_dim).expect("a legal geometry");
+            let mixed = group == 3 && matches!(head_dim, 59 | 192);
+            for (q, kv) in STORED.iter().flat_map(|q| STORED.map(|kv| (*q, kv))) {
+                for out in OUT {
+                    if mixed || (q == kv && (q == Dtype::F32) == (out == Dtype::F32)) {
+                        configs.extend([Processor::Gpu, Processor::Cpu].map(|processor| KernelConfig {
+                            geometry,
+                            q,
+                            kv,
+                            out,
+                            processor,
+                        }));
+                    }
+                }
+            }
+        }
+    }
+    configs.iter().flat_map(|config| KernelId::ALL.map(|kernel| Variant::new(kernel, *config))).collect()
+}
+
+/// Runs `check` on every variant, over all cores, and reports all failures together.
+fn check_all(check: impl Fn(&Variant) -> Result<(), String> + Sync) {
+    let variants = variants();
+    let failures = Mutex::new(Vec::new());
+    let threads = thread::available_parallelism().map_or(1, usize::from);
+    thread::scope(|scope| {
+        for offset in 0..threads {
+            let (variants, failures, check) = (&variants, &failures, &check);
+            scope.spawn(move || {
+                for variant in variants.iter().skip(offset).step_by(threads) {
+                    if let Err(message) = check(variant) {
+                        failures.lock().unwrap().push(format!("{}: {message}", variant.name));
+                    }
+                }
+            });
+        }
+    });
+    let failures = failures.into_inner().unwrap();
+    assert!(failures.is_empty(), "{} of {} variants failed:\n{}", failures.len(), variants.len(), failures.join("\n"));
+}
+
+/// As wgpu does it: every index is checked.
+const BOUNDS: naga::proc::BoundsCheckPolicies = naga::proc::BoundsCheckPolicies {
+    index: naga::proc::BoundsCheckPolicy::Restrict,
+    buffer: naga::proc::BoundsCheckPolicy::Restrict,
+    image_load: naga::proc::BoundsCheckPolicy::Restrict,
+    binding_array: naga::proc::BoundsCheckPolicy::Restrict,
+};
+
+fn spirv(module: &naga::Module, info: &ModuleInfo) -> Result<Vec<u8>, String> {
+    let options =
+        back::spv::Options { lang_version: (1, 3), bounds_check_policies: BOUNDS, ..back::spv::Options::default() };
+    let words = back::spv::write_vec(module, info, &options, None).map_err(|error| format!("SPIR-V: {error}"))?;
+    Ok(words.iter().flat_map(|word| word.to_le_bytes()).collect())
+}
+
+fn msl(module: &naga::Module, info: &ModuleInfo) -> Result<(), String> {
+    let options =
+        back::msl::Options { lang_version: (2, 3), bounds_check_policies: BOUNDS, ..back::msl::Options::default() };
+    let (_, translation) = back::msl::write_string(module, info, &options, &back::msl::PipelineOptions::default())
+        .map_err(|error| format!("MSL: {error}"))?;
+    match translation.entry_point_names.into_iter().find_map(Result::err) {
+        Some(error) => Err(format!("MSL: {error}")),
+        None => Ok(()),
+    }
+}
+
+fn hlsl(module: &naga::Module, info: &ModuleInfo) -> Result<(), String> {
+    for shader_model in [back::hlsl::ShaderModel::V5_1, back::hlsl::ShaderModel::V6_0] {
+        let options = back::hlsl::Options { shader_model, ..back::hlsl::Options::default() };
+        let pipeline = back::hlsl::PipelineOptions { entry_point: None };
+        let mut text = String::new();
+        let reflection = back::hlsl::Writer::new(&mut text, &options, &pipeline)
+            .write(module, info, None)
+            .map_err(|error| format!("HLSL {shader_model:?}: {error}"))?;
+        if let Some(error) = reflection.entry_point_names.into_iter().find_map(Result::err) {
+            return Err(format!("HLSL {shader_model:?}: {error}"));
+        }
+    }
+    Ok(())
+}
+
+fn glsl(module: &naga::Module, info: &ModuleInfo, entry_point: &str) -> Result<(), String> {
+    for version in [back::glsl::Version::new_gles(310), back::glsl::Version::Desktop(430)] {
+        let options = back::glsl::Options { version, ..back::glsl::Options::default() };
+        let pipeline = back::glsl::PipelineOptions {
+            shader_stage: naga::ShaderStage::Compute,
+            entry_point: entry_point.to_owned(),
+            multiview: None,
+        };
+        let mut text = String::new();
+        back::glsl::Writer::new(&mut text, module, info, &options, &pipeline, BOUNDS)
+            .and_then(|mut writer| writer.write())
+            .map_err(|error| format!("GLSL {version}: {error}"))?;
+    }
+    Ok(())
+}
+
+/// Whether `spirv-val` is to be run.
+fn spirv_val_is_there() -> bool {
+    let found = Command::new("spirv-val").arg("--version").stdout(Stdio::null()).status().is_ok_and(|s| s.success());
+    let required = std::env::var("SPIRV_VAL").is_ok_and(|value| value == "required");
+    assert!(found || !required, "SPIRV_VAL=required, and there is no spirv-val");
+    if !found {
+        println!("there is no spirv-val: SPIR-V was written and not validated");
+    }
+    found
+}
+
+fn spirv_val(file: &Path) -> Result<(), String> {
+    let output = Command::new("spirv-val")
+        .args(["--target-env", "vulkan1.1"])
+        .arg(file)
+        .output()
+        .map_err(|error| format!("spirv-val: {error}"))?;
+    if output.status.success() {
+        return Ok(());
+    }
+    Err(format!("spirv-val: {}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr)))
+}
+
+#[test]
+fn every_variant_translates_for_every_backend() {
+    let folder = std::env::var_os("KERNEL_DIR")
+        .map_or_else(|| Path::new(env!("CARGO_TARGET_TMPDIR")).join("kernels"), PathBuf::from);
+    fs::create_dir_all(&folder).expect("the folder can be made");
+    let validate_spirv = spirv_val_is_there();
+    check_all(|variant| {
+        let source = variant.wgsl()?;
+        fs::write(folder.join(format!("{}.wgsl", variant.name)), &source).map_err(|error| error.to_string())?;
+        let module = naga::front::wgsl::parse_str(&source).map_err(|error| error.emit_to_string(&source))?;
+        // No optional feature; the packing functions of f16 are part of WebGPU itself.
+        let info = Validator::new(ValidationFlags::all(), Capabilities::SHADER_FLOAT16_IN_FLOAT32)
+            .validate(&module)
+            .map_err(|error| error.emit_to_string(&source))?;
+        let spirv_file = folder.join(format!("{}.spv", variant.name));
+        fs::write(&spirv_file, spirv(&module, &info)?).map_err(|error| error.to_string())?;
+        if validate_spirv {
+            spirv_val(&spirv_file)?;
+        }
+        msl(&module, &info)?;
+        hlsl(&module, &info)?;
+        glsl(&module, &info, variant.kernel.entry_point())
+    });
+}
+
+/// A wrong count on the host would let a kernel through that a device then refuses or, worse, runs.
+#[test]
+fn declared_resources_are_those_the_host_checks() {
+    let limits = wgpu::Limits::default();
+    check_all(|variant| {
+        let source = variant.wgsl()?;
+        let module = naga::front::wgsl::parse_str(&source).map_err(|error| error.emit_to_string(&source))?;
+        let mut layouter = naga::proc::Layouter::default();
+        layouter.update(module.to_ctx()).map_err(|error| error.to_string())?;
+        let (mut workgroup_bytes, mut storage_buffers, mut uniform_buffers) = (0, 0, 0);
+        for (_, global) in module.global_variables.iter() {
+            match global.space {
+                naga::AddressSpace::WorkGroup => {
+                    // Each variable starts at a multiple of 16 bytes, as WebGPU counts it.
+                    workgroup_bytes += layouter[global.ty].size.next_multiple_of(16);
+                }
+                naga::AddressSpace::Storage { .. } => storage_buffers += 1,
+                naga::AddressSpace::Uniform => uniform_buffers += 1,
+                _ => {}
+            }
+        }
+        let [entry_point] = module.entry_points.as_slice() else {
+            return Err(format!("{} entry points", module.entry_points.len()));
+        };
+        let mut wrong = String::new();
+        let mut expect = |what: &str, found: u32, needed: u32, limit: u32| {
+            if found != needed || found > limit {
+                let _ = write!(wrong, "{what}: {found} declared, {needed} on the host, at most {limit}; ");
+            }
+        };
+        let host_bytes = variant.kernel.workgroup_bytes(&variant.config);
+        expect("workgroup bytes", workgroup_bytes, host_bytes, limits.max_compute_workgroup_storage_size);
+        let host_buffers = variant.kernel.storage_buffers();
+        expect("storage buffers", storage_buffers, host_buffers, limits.max_storage_buffers_per_shader_stage);
+        expect("uniform buffers", uniform_buffers, 1, limits.max_uniform_buffers_per_shader_stage);
+        let invocations = entry_point.workgroup_size.iter().product();
+        let host_invocations =
+            if variant.kernel == KernelId::Prefill { variant.config.tiles().prefill_lanes } else { LANES };
+        expect("invocations", invocations, host_invocations, limits.max_compute_invocations_per_workgroup);
+        if entry_point.name != variant.kernel.entry_point() {
+            let _ = write!(wrong, "entry point `{}`", entry_point.name);
+        }
+        if wrong.is_empty() { Ok(()) } else { Err(wrong) }
+    });
+}
+
+/// No shader file lies about unused, where no lane would look at it.
+#[test]
+fn every_shader_file_is_part_of_a_kernel_and_begins_with_its_purpose() {
+    let geometry = HeadGeometry::new(8, 2, 64).expect("a legal geometry");
+    let (q, kv, out, processor) = (Dtype::F32, Dtype::F32, Dtype::F32, Processor::Gpu);
+    let config = KernelConfig { geometry, q, kv, out, processor };
+    let sources = KernelId::ALL.map(|kernel| kernel.wgsl(&config).expect("the kernel expands"));
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("shaders");
+    let mut files = 0;
+    for folder in [root.clone(), root.join("lib")] {
+        for entry in fs::read_dir(folder).expect("the folder is there") {
+            let path = entry.expect("the folder can be read").path();
+            if path.is_dir() {
+                continue;
+            }
+            let text = fs::read_to_string(&path).expect("shaders are text");
+            // The rest may be repeated lines.
+            let header: String =
+                text.lines().take_while(|line| line.starts_with("//")).map(|l| l.to_owned() + "\n").collect();
+            assert!(!header.is_empty(), "{} has no header comment", path.display());
+            assert!(sources.iter().any(|source| source.contains(&header)), "{} is in no kernel", path.display());
+            files += 1;
+        }
+    }
+    assert!(files > KernelId::ALL.len(), "{files} shader files found");
+}
