@@ -17,6 +17,7 @@ struct Owned {
     geometry: HeadGeometry,
     processor: Processor,
     causal: bool,
+    prefill_split_keys: u32,
     page_size: PageSize,
     page_count: u32,
     /// `(q_len, kv_len, page ids)` of each sequence.
@@ -25,7 +26,9 @@ struct Owned {
 
 impl Owned {
     fn tiles(&self) -> Tiles {
-        Tiles::new(&self.geometry, self.processor)
+        let tiles = Tiles::new(&self.geometry, self.processor);
+        // Short enough for prompts of a test to be split.
+        Tiles { prefill_split_keys: self.prefill_split_keys.min(tiles.prefill_split_keys), ..tiles }
     }
 
     fn options(&self) -> AttentionOptions {
@@ -60,8 +63,11 @@ fn batch() -> impl Strategy<Value = Owned> {
     let heads = (1_u32..5, prop_oneof![1_u32..5, 5_u32..40], 1_u32..257, 1_u32..257);
     let processor = prop_oneof![Just(Processor::Gpu), Just(Processor::Cpu)];
     let lengths = prop::collection::vec((q_len, kv_len, 0_u32..3), 0..9);
-    (lengths, heads, processor, any::<bool>(), 1_u32..70, any::<u32>()).prop_map(
-        |(lengths, (kv_heads, group, head_dim, v_head_dim), processor, causal, page_size, seed)| {
+    let prefill_split_keys = prop_oneof![Just(u32::MAX), Just(128), Just(1024)];
+    let others = (any::<bool>(), prefill_split_keys, 1_u32..70, any::<u32>());
+    (lengths, heads, processor, others).prop_map(
+        |(lengths, (kv_heads, group, head_dim, v_head_dim), processor, others)| {
+            let (causal, prefill_split_keys, page_size, seed) = others;
             let geometry = HeadGeometry::with_v_head_dim(kv_heads * group, kv_heads, head_dim, v_head_dim).unwrap();
             let page_size = PageSize::new(page_size).unwrap();
             let page_count = 50;
@@ -77,7 +83,7 @@ fn batch() -> impl Strategy<Value = Owned> {
                     (q_len, kv_len, pages.collect())
                 })
                 .collect();
-            Owned { geometry, processor, causal, page_size, page_count, seqs }
+            Owned { geometry, processor, causal, prefill_split_keys, page_size, page_count, seqs }
         },
     )
 }
@@ -118,7 +124,7 @@ fn check(batch: &Owned) {
     assert_eq!(plan.device_bytes(), PARAMS_BYTES + 4 * (plan.words.len().max(1) as u64));
     assert_eq!(plan.total_q(), batch.seqs.iter().map(|seq| seq.0).sum::<u32>());
     // Heavy work first.
-    assert!(lists[0].0.is_sorted_by_key(|item| std::cmp::Reverse(item[3])));
+    assert!(lists[0].0.is_sorted_by_key(|item| std::cmp::Reverse(item[3] - item[2])));
 
     let mut rows: HashMap<(u32, u32), Row> = HashMap::new();
     for (kind, (items, tile_rows)) in lists.iter().enumerate() {
@@ -140,7 +146,8 @@ fn check(batch: &Owned) {
     let (mut q_begin, mut page_begin, mut states) = (0, 0, 0);
     for (seq, (q_len, kv_len, pages)) in (0_u32..).zip(&batch.seqs) {
         let decodes = *q_len == 1 || q_len * group <= 16;
-        let splits = if decodes { kv_len.div_ceil(SPLIT_KEYS).max(1) } else { 1 };
+        let split_keys = if decodes { SPLIT_KEYS } else { tiles.prefill_split_keys };
+        let splits = kv_len.div_ceil(split_keys).max(1);
         let record = [q_begin, *q_len, *kv_len, page_begin, states, splits];
         assert_eq!(plan.words[6 * seq as usize..][..6], record);
         q_begin += q_len;
@@ -151,24 +158,21 @@ fn check(batch: &Owned) {
         assert_eq!(plan.chains()[seq as usize], tiles.chains(&batch.geometry, *q_len, *kv_len));
         for row in 0..q_len * group {
             let visible = options.visible_keys(*q_len, *kv_len, row / group);
-            let Row { prefill, mut decode, merges } = rows.remove(&(seq, row)).expect("a row that nobody works on");
-            if decodes {
-                assert!(prefill.is_empty());
-                decode.sort_unstable();
-                // One range per split, from multiples of the split on, without gap or overlap: each visible key once.
-                let expected: Vec<_> = (0..splits)
-                    .map(|split| (split * SPLIT_KEYS, kv_len.min(&((split + 1) * SPLIT_KEYS)).to_owned()))
-                    .collect();
-                assert_eq!(decode, expected);
-            } else {
-                assert!(decode.is_empty());
-                let [(0, key_end)] = prefill[..] else { panic!("row {row} of sequence {seq}: {prefill:?}") };
-                // Not a key more than the last row of the tile sees.
-                let tile = row / tiles.prefill_rows() * tiles.prefill_rows();
-                let last = (tile + tiles.prefill_rows()).min(q_len * group) - 1;
-                assert!(visible <= key_end);
-                assert_eq!(key_end, options.visible_keys(*q_len, *kv_len, last / group));
-            }
+            let Row { prefill, decode, merges } = rows.remove(&(seq, row)).expect("a row that nobody works on");
+            let (mut found, other) = if decodes { (decode, prefill) } else { (prefill, decode) };
+            assert!(other.is_empty());
+            found.sort_unstable();
+            // Not a key more than the last row of a prefill tile sees; a decode takes all.
+            let tile = row / tiles.prefill_rows() * tiles.prefill_rows();
+            let last = (tile + tiles.prefill_rows()).min(q_len * group) - 1;
+            let end = if decodes { *kv_len } else { options.visible_keys(*q_len, *kv_len, last / group) };
+            assert!(visible <= end);
+            // One range per split, from multiples of the split on, without gap or overlap: each visible key once.
+            let expected = (0..splits).map(|split| {
+                let begin = split * split_keys;
+                (begin, end.min(begin.saturating_add(split_keys)).max(begin))
+            });
+            assert_eq!(found, expected.collect::<Vec<_>>());
             assert_eq!(merges, u32::from(splits > 1), "merged once, and only what was split");
         }
     }

@@ -213,7 +213,8 @@ fn a_faulty_append_is_noticed() {
     let batch = Batch { q_indptr: &[0, 5, 6], page_indptr: &[0, 2, 4], page_ids: &[2, 0, 3, 1], kv_len: &[7, 5] };
     for (from, to) in [
         ("slots[row / params.kv_heads] % params.page_size", "(slots[row / params.kv_heads] + 1u) % params.page_size"),
-        ("row < params.tokens * params.kv_heads", "row < params.tokens * params.kv_heads + 1u"),
+        // A vector that nobody asked for, at the end of the last page.
+        ("report_done(lane);", "kv_pages[arrayLength(&kv_pages) - 1u] = vec4<u32>(lane); report_done(lane);"),
         ("row < params.tokens * params.kv_heads", "row + 1u < params.tokens * params.kv_heads"),
         ("row_offset(params.v_rows, page, kv_head, slot)", "row_offset(params.v_rows, page, 0u, slot)"),
         // Not bit for bit.
