@@ -167,6 +167,27 @@ fn bindings_that_hold_more_than_needed() {
     }
 }
 
+/// What the documentation of `AttentionIo` says of one buffer for several tensors.
+#[test]
+fn tensors_that_share_a_buffer() {
+    let app = App::new(wgpu::Limits::default());
+    let [q, kv, out, lse] = NEEDED;
+    let arena = storage(&app.device, 1 << 20);
+    let record = |io: AttentionIo<'_>| {
+        let call = app.attention.bind(&app.device, &app.device_plan, io, &app.workspace).unwrap();
+        let scope = app.device.push_error_scope(wgpu::ErrorFilter::Validation);
+        let mut encoder = app.device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
+        app.attention.encode(&mut encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default()), &call);
+        let _commands = encoder.finish();
+        pollster::block_on(scope.pop()).is_none()
+    };
+    let part = |place: u64, size| binding(&arena, place << 18, size);
+    assert!(record(AttentionIo { q: part(0, q), kv: part(1, kv), ..app.io() }));
+    assert!(record(AttentionIo { out: part(0, out), lse: part(1, lse), ..app.io() }));
+    assert!(!record(AttentionIo { q: part(0, q), out: part(1, out), ..app.io() }));
+    assert!(!record(AttentionIo { kv: part(0, kv), lse: part(1, lse), ..app.io() }));
+}
+
 #[test]
 fn bindings_that_the_device_does_not_allow() {
     // All of it fits but the pages; the buffers themselves may be larger than a binding.
