@@ -140,6 +140,17 @@ impl Call {
     }
 }
 
+impl Call {
+    /// One workgroup of every kernel, whatever the plan has for it. With an empty plan they return at once: drivers
+    /// that compile at the first dispatch do it then.
+    pub(crate) fn of_every_kernel(mut self) -> Self {
+        self.dispatches = [KernelId::Prefill, KernelId::Decode, KernelId::Merge]
+            .map(|kernel| Dispatch { kernel, grid: [1, 1, 1] })
+            .to_vec();
+        self
+    }
+}
+
 /// The kernels for one configuration. It stores neither device nor queue.
 #[derive(Clone, Debug)]
 pub struct Attention {

@@ -135,6 +135,9 @@ impl HeadGeometry {
 pub struct PageSize(NonZeroU32);
 
 impl PageSize {
+    /// Pages of one token.
+    pub(crate) const ONE: Self = Self(NonZeroU32::MIN);
+
     /// # Errors
     /// [`GeometryError::ZeroPageSize`].
     pub fn new(tokens: u32) -> Result<Self, GeometryError> {

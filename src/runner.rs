@@ -8,7 +8,7 @@ use thiserror::Error;
 
 use crate::attention::{Attention, AttentionConfig, AttentionIo, BindError, Workspace};
 use crate::batch::{Batch, BatchError};
-use crate::case::{Case, KvSource};
+use crate::case::{AttentionOptions, Case, KvSource};
 use crate::chains::Chains;
 use crate::geometry::{Dtype, HeadGeometry, PageSize, padded_dim};
 use crate::kernels::{
@@ -201,17 +201,48 @@ impl Runner {
         &self.queue
     }
 
-    /// The kernels for a configuration, compiled once. Blocks.
+    /// The kernels for a configuration, compiled and dispatched once. Blocks.
     ///
     /// # Errors
-    /// As [`Kernels::new`].
-    pub fn kernels(&mut self, config: &KernelConfig) -> Result<Kernels, BuildError> {
+    /// [`RunError::Build`], or that the device failed.
+    pub fn kernels(&mut self, config: &KernelConfig) -> Result<Kernels, RunError> {
         if let Some(kernels) = self.kernels.get(&config.pipeline_key()) {
             return Ok(kernels.clone());
         }
         let kernels = pollster::block_on(Kernels::new(&self.device, config))?;
+        self.warm_up(&kernels)?;
         self.kernels.insert(config.pipeline_key(), kernels.clone());
         Ok(kernels)
+    }
+
+    /// Dispatches every kernel once with nothing to do, since some drivers compile at the first dispatch: the time
+    /// that a run reports is then its own.
+    fn warm_up(&self, kernels: &Kernels) -> Result<(), RunError> {
+        let device = &self.device;
+        let KernelConfig { geometry, q, kv, out, .. } = *kernels.config();
+        let layout = KvLayout::new(geometry, kv, PageSize::ONE, 0)?;
+        let options = AttentionOptions::new(&geometry);
+        let attention = Attention::with_kernels(kernels.clone(), &AttentionConfig { q, out, layout, options })?;
+        let batch = Batch { q_indptr: &[0], page_indptr: &[0], page_ids: &[], kv_len: &[] };
+        let workspace = Workspace::new(device, 0);
+        let buffers = [0; 4].map(|_| self.buffer("warm-up", 0, wgpu::BufferUsages::STORAGE));
+        let [a, b, c, d] = buffers;
+        let (a, b, c, d) = (a?, b?, c?, d?);
+        let [q, kv, out, lse] = [&a, &b, &c, &d].map(wgpu::Buffer::as_entire_buffer_binding);
+        let source = AppendSource { k: q.clone(), v: q.clone(), kv: kv.clone() };
+        let append = Append::upload(device, &layout, &AppendPlan::new(&layout, &batch)?)?;
+        let append = append.bind(device, kernels, source, &workspace)?.of_every_kernel();
+        let plan = DevicePlan::upload(device, &attention.plan(&batch)?)?;
+        let call = attention.bind(device, &plan, AttentionIo { q, kv, out, lse }, &workspace)?.of_every_kernel();
+        let mut encoder = device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
+        {
+            let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
+            append.encode(&mut pass);
+            attention.encode(&mut pass, &call);
+        }
+        self.queue.submit([encoder.finish()]);
+        self.device.poll(wgpu::PollType::wait_indefinitely()).map_err(|error| RunError::Failed(error.to_string()))?;
+        Ok(())
     }
 
     /// Puts kernels in the place of those that would be compiled, so that a test can run changed ones.

@@ -214,6 +214,12 @@ impl AppendCall {
         }
     }
 
+    /// See `Call::of_every_kernel`.
+    pub(crate) fn of_every_kernel(mut self) -> Self {
+        self.dispatch = Some(Dispatch { kernel: KernelId::Append, grid: [1, 1, 1] });
+        self
+    }
+
     /// Workgroups that report their end, for [`crate::Status::check`].
     pub fn workgroups(&self) -> u32 {
         self.workgroups

@@ -68,6 +68,11 @@ impl Gpu {
     pub fn fresh_runner(&self) -> Runner {
         Runner::new(&self.adapter).unwrap()
     }
+
+    /// A runner on a device with other limits.
+    pub fn limited_runner(&self, limits: wgpu::Limits) -> Runner {
+        Runner::with_limits(&self.adapter, limits).unwrap()
+    }
 }
 
 /// How a description asks to be run.

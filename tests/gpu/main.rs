@@ -10,5 +10,6 @@ mod bound;
 mod common;
 mod exact_bits;
 mod extreme;
+mod faults;
 mod random;
 mod real;

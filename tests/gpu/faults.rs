@@ -1,0 +1,501 @@
+//! Faults that attention kernels have had elsewhere (numbers as in the project's list of them): each test runs the real
+//! kernel, then the same kernel with that fault put into its source, and fails unless the first is right and the second
+//! is noticed.
+
+use paged_attention::kernels::{KernelConfig, KernelId, Kernels, LANES, Processor, SPLIT_KEYS, SourceEdit, Tiles};
+use paged_attention::{
+    Batch, BatchError, BindError, BuildError, Case, Computed, Dtype, HeadGeometry, KvLayout, KvSource, LayoutError,
+    Output, PageSize, RunError, RunOptions, Runner, StatusError, verify, wgpu,
+};
+use paged_attention_cases::{CaseSpec, Heads, Poison, Pool, Values, build};
+
+use crate::common::{Gpu, difference, gpu, judge, run_options, say};
+
+const ATTENTION: [KernelId; 3] = [KernelId::Prefill, KernelId::Decode, KernelId::Merge];
+
+/// Small heads: each mutant is a compilation of its own.
+const HEADS: Heads = Heads::new(4, 2, 8);
+
+fn edit(kernel: KernelId, from: &'static str, to: &'static str) -> SourceEdit {
+    SourceEdit { kernel, from, to }
+}
+
+/// The same edit in every kernel that shares the text.
+fn shared(from: &'static str, to: &'static str) -> Vec<SourceEdit> {
+    ATTENTION.into_iter().map(|kernel| edit(kernel, from, to)).collect()
+}
+
+fn kernel_config(runner: &Runner, case: &Case, options: &RunOptions) -> KernelConfig {
+    let kv = match case.kv() {
+        KvSource::Contiguous { k, .. } | KvSource::Paged { k_pages: k, .. } => k.dtype(),
+    };
+    KernelConfig {
+        geometry: *case.geometry(),
+        q: case.q().dtype(),
+        kv,
+        out: options.out_dtype,
+        processor: Processor::of(runner.adapter_info()),
+    }
+}
+
+/// Runs `case` with edited kernels.
+fn run_edited(
+    runner: &mut Runner,
+    case: &Case,
+    options: &RunOptions,
+    edits: &[SourceEdit],
+) -> Result<Output, RunError> {
+    let config = kernel_config(runner, case, options);
+    let kernels = pollster::block_on(Kernels::with_edits(runner.device(), &config, edits))?;
+    runner.insert_kernels(kernels);
+    runner.run(case, options)
+}
+
+/// The real kernels pass `spec`; those with `edits` do not. Says how the fault showed.
+fn noticed(gpu: &Gpu, fault: &str, spec: &CaseSpec, edits: &[SourceEdit]) {
+    noticed_by(gpu, fault, spec, edits, |_, case, output| judge(case, output).map(|_| ()));
+}
+
+fn noticed_by(
+    gpu: &Gpu,
+    fault: &str,
+    spec: &CaseSpec,
+    edits: &[SourceEdit],
+    check: impl Fn(&Gpu, &Case, &Output) -> Result<(), String>,
+) {
+    let case = build(spec).unwrap();
+    let options = run_options(spec);
+    let real = gpu.run(&case, &options).unwrap();
+    if let Err(why) = check(gpu, &case, &real) {
+        panic!("{fault}: the real kernel fails {spec}: {why}");
+    }
+    let mutant = run_edited(&mut gpu.fresh_runner(), &case, &options, edits);
+    let why = match mutant {
+        Err(error) => error.to_string(),
+        Ok(output) => match check(gpu, &case, &output) {
+            Err(why) => why,
+            Ok(()) => panic!("{fault}: nobody notices the mutant in {spec}"),
+        },
+    };
+    say(&format!("{fault}: noticed: {}", crate::common::shortened(&why)));
+}
+
+fn prefill(name: &str) -> CaseSpec {
+    CaseSpec::new(format!("faults/{name}"), HEADS, [(40, 75)]).paged(Pool::new(4))
+}
+
+/// Two splits and a bit.
+fn decode(name: &str) -> CaseSpec {
+    CaseSpec::new(format!("faults/{name}"), HEADS, [(1, 2 * SPLIT_KEYS + 37)]).paged(Pool::new(4))
+}
+
+fn both(name: &str) -> [CaseSpec; 2] {
+    [prefill(name), decode(name)]
+}
+
+#[test]
+fn fault_01_a_sentinel_that_real_scores_lie_below() {
+    let Some(gpu) = gpu() else { return };
+    for spec in both("01") {
+        let spec = spec.values(Values::EqualScores { level: -1e5 });
+        noticed(gpu, "01", &spec, &shared("const NO_SCORE = -8.507059173023462e37;", "const NO_SCORE = -5e4;"));
+    }
+}
+
+#[test]
+fn fault_02_a_true_infinity_as_running_maximum() {
+    let Some(gpu) = gpu() else { return };
+    // What a constant may not be, a uniform value can.
+    const MINUS_INFINITY: &str = "bitcast<f32>(0xff800000u + params.causal - params.causal)";
+    let kernel = KernelId::Prefill;
+    let edits = [
+        edit(kernel, "const EMPTY_ROW = RowState(NO_SCORE, 0.0);", ""),
+        edit(kernel, "EMPTY_ROW", "RowState(NO_SCORE, 0.0)"),
+        edit(kernel, "const NO_SCORE = -8.507059173023462e37;", ""),
+        edit(kernel, "NO_SCORE", MINUS_INFINITY),
+        edit(kernel, "select(exp2(s - m), 1.0, s == m)", "exp2(s - m)"),
+    ];
+    // The first rows see no key.
+    noticed(gpu, "02", &CaseSpec::new("faults/02", HEADS, [(40, 30)]).causal(true), &edits);
+}
+
+#[test]
+fn fault_03_rows_that_see_no_key() {
+    let Some(gpu) = gpu() else { return };
+    let edits =
+        shared("return select(0.0, 1.0 / select(1.0, row.l, has_seen(row)), has_seen(row));", "return 1.0 / row.l;");
+    for lengths in [(40, 30), (5, 2), (1, 0), (64, 0)] {
+        noticed(gpu, "03", &CaseSpec::new("faults/03", HEADS, [lengths]).causal(true), &edits);
+    }
+}
+
+#[test]
+fn fault_04_the_sum_of_an_empty_row() {
+    let Some(gpu) = gpu() else { return };
+    let edits = shared("select(NEGATIVE_INFINITY_BITS, bitcast<u32>(value), has_seen(row))", "bitcast<u32>(value)");
+    for lengths in [(40, 30), (5, 2), (1, 0)] {
+        noticed(gpu, "04", &CaseSpec::new("faults/04", HEADS, [lengths]).causal(true), &edits);
+    }
+}
+
+#[test]
+fn fault_05_logarithms_of_two_bases() {
+    let Some(gpu) = gpu() else { return };
+    for spec in both("05") {
+        noticed(gpu, "05 result", &spec, &shared("const LN_2 = 0.6931471805599453;", "const LN_2 = 1.0;"));
+    }
+    let edits =
+        [edit(KernelId::Merge, "return RowState(words.x, words.y);", "return RowState(words.x * LN_2, words.y);")];
+    noticed(gpu, "05 merge", &decode("05"), &edits);
+}
+
+#[test]
+fn fault_06_unowned_slots_reach_the_output() {
+    let Some(gpu) = gpu() else { return };
+    for poison in [Poison::NaN, Poison::Infinity, Poison::Mixed] {
+        // 75 keys: the last page of 4 has a tail, the last step of the kernel as well.
+        let spec = prefill("06").paged(Pool::new(4).poison(poison));
+        let edits = [edit(KernelId::Prefill, "u + 1u < item.key_end);", "u + 1u < item.key_end + 8u);")];
+        noticed(gpu, "06 prefill", &spec, &edits);
+        // The same for a decode, with the weight of the slots past the end zero.
+        let spec = decode("06").paged(Pool::new(16).poison(poison));
+        let edits = [
+            edit(KernelId::Decode, "key < keys; key += LANES", "key < keys + 3u; key += LANES"),
+            edit(KernelId::Decode, "key < keys; key += PARTS", "key < keys + 3u; key += PARTS"),
+            edit(KernelId::Decode, "key < keys; key += KEY_STREAMS", "key < keys + 3u; key += KEY_STREAMS"),
+        ];
+        noticed(gpu, "06 decode", &spec, &edits);
+    }
+}
+
+#[test]
+fn fault_07_blanking_by_multiplying_with_zero() {
+    let Some(gpu) = gpu() else { return };
+    // The runner fills the padding of rows with NaN. Dimension 5: three elements of it in every row.
+    let heads = Heads::new(2, 2, 5);
+    // (Drivers turn a product with a constant zero into that zero; this one they cannot see.)
+    let edits = shared(
+        "return select(vec4<u32>(0u), words, vec4<u32>(first) + vec4<u32>(0u, 1u, 2u, 3u) < vec4<u32>(dim));",
+        "let owned = vec4<f32>(f32(dim) - f32(first + params.causal)) - vec4<f32>(0.0, 1.0, 2.0, 3.0); \
+         return bitcast<vec4<u32>>(bitcast<vec4<f32>>(words) * clamp(owned, vec4<f32>(0.0), vec4<f32>(1.0)));",
+    );
+    for lengths in [(40, 40), (1, 40)] {
+        noticed(gpu, "07", &CaseSpec::new("faults/07", heads, [lengths]), &edits);
+    }
+    // And a comparator that lets NaN pass would hide it.
+    let spec = prefill("07");
+    let case = build(&spec).unwrap();
+    let mut output = gpu.run(&case, &run_options(&spec)).unwrap();
+    output.out[17] = f32::NAN;
+    let computed = Computed { out: &output.out, lse: &output.lse, out_dtype: output.out_dtype, chains: &output.chains };
+    assert!(!verify(&case, &computed).unwrap().passed());
+}
+
+#[test]
+fn fault_08_a_loop_that_steps_over_keys() {
+    let Some(gpu) = gpu() else { return };
+    let edits = [edit(KernelId::Prefill, "step += ", "step += 1u + ")];
+    noticed(gpu, "08 prefill", &prefill("08"), &edits);
+    for (from, to) in [
+        ("key < keys; key += KEY_STREAMS", "key < keys; key += KEY_STREAMS + 1u"),
+        ("key < keys; key += LANES", "key < keys; key += LANES + 1u"),
+    ] {
+        noticed(gpu, "08 decode", &decode("08"), &[edit(KernelId::Decode, from, to)]);
+    }
+}
+
+/// On N(0, 1), dimension 64, 64 keys: what would be right on f16 hardware without telling is outside the bound.
+#[test]
+fn fault_11_arithmetic_in_f16() {
+    let Some(gpu) = gpu() else { return };
+    let heads = Heads::new(2, 2, 64);
+    let rounded = "unpack2x16float(pack2x16float(vec2<f32>(";
+    for (what, from, to) in [
+        ("scores", "return fma(a.hi.w, b.hi.w, s);", format!("return {rounded}fma(a.hi.w, b.hi.w, s), 0.0))).x;")),
+        (
+            "weights",
+            "return select(exp2(s - m), 1.0, s == m);",
+            format!("return {rounded}select(exp2(s - m), 1.0, s == m), 0.0))).x;"),
+        ),
+    ] {
+        let to: &'static str = Box::leak(to.into_boxed_str());
+        for (kernel, lengths) in [(KernelId::Prefill, vec![(64, 64)]), (KernelId::Decode, vec![(1, 64); 24])] {
+            let spec = CaseSpec::new("faults/11", heads, lengths).seed(21);
+            noticed(gpu, &format!("11 {what}, {}", kernel.entry_point()), &spec, &[edit(kernel, from, to)]);
+        }
+    }
+}
+
+#[test]
+fn fault_12_more_workgroups_than_an_axis_holds() {
+    let Some(gpu) = gpu() else { return };
+    let lengths: Vec<_> = (0..40).map(|i| if i % 3 == 0 { (20, 20 + i) } else { (1, 1 + 9 * i) }).collect();
+    let spec = CaseSpec::new("faults/12", HEADS, lengths).causal(true).paged(Pool::new(4));
+    let case = build(&spec).unwrap();
+    let options = run_options(&spec);
+    let limited = |axis_max| {
+        let limits = gpu.fresh_runner().device().limits();
+        let limits = wgpu::Limits { max_compute_workgroups_per_dimension: axis_max, ..limits };
+        gpu.limited_runner(limits)
+    };
+    // 7 * 7 * 7 groups are enough, 7 are not.
+    let folded = limited(7).run(&case, &options).unwrap();
+    assert_eq!(difference(&folded, &gpu.run(&case, &options).unwrap()), None);
+    judge(&case, &folded).unwrap();
+    let from = "return group.x + groups.x * (group.y + groups.y * group.z);";
+    for (kernel, to) in [
+        (KernelId::Prefill, "return group.x;"),
+        (KernelId::Decode, "return group.x;"),
+        (KernelId::Decode, "return group.x + groups.x * group.y;"),
+    ] {
+        let mutant = run_edited(&mut limited(7), &case, &options, &[edit(kernel, from, to)]);
+        assert!(mutant.and_then(|output| judge(&case, &output).map_err(RunError::Failed)).is_err());
+    }
+    // Two on an axis do not do, and the refusal says so.
+    let error = limited(2).run(&case, &options).unwrap_err();
+    assert!(matches!(error, RunError::Bind(BindError::TooManyWorkgroups { axis_max: 2, needed: 9.., .. })), "{error}");
+    // `n + LANES - 1 / LANES` and its like: the last workgroup is missing.
+    for from in ["group >= params.prefill_groups", "group >= params.decode_groups"] {
+        let kernel = if from.contains("prefill") { KernelId::Prefill } else { KernelId::Decode };
+        let to: &'static str = if from.contains("prefill") {
+            "group + 1u >= params.prefill_groups"
+        } else {
+            "group + 1u >= params.decode_groups"
+        };
+        noticed(gpu, "12 rounding", &spec, &[edit(kernel, from, to)]);
+    }
+}
+
+/// Workgroup memory as naga sees it in a module.
+fn declared_bytes(wgsl: &str) -> u32 {
+    let module = naga::front::wgsl::parse_str(wgsl).unwrap();
+    let mut layouter = naga::proc::Layouter::default();
+    layouter.update(module.to_ctx()).unwrap();
+    let workgroup = module.global_variables.iter().filter(|(_, v)| v.space == naga::AddressSpace::WorkGroup);
+    workgroup.map(|(_, variable)| layouter[variable.ty].size.next_multiple_of(16)).sum()
+}
+
+#[test]
+fn fault_13_more_workgroup_memory_than_there_is() {
+    let Some(gpu) = gpu() else { return };
+    let config = |heads: Heads| KernelConfig {
+        geometry: heads.geometry().unwrap(),
+        q: Dtype::F32,
+        kv: Dtype::F32,
+        out: Dtype::F32,
+        processor: Processor::Gpu,
+    };
+    let counted = |kernel: KernelId, config: &KernelConfig, wgsl: &str| {
+        let (found, stated) = (declared_bytes(wgsl), kernel.workgroup_bytes(config));
+        if found == stated { Ok(()) } else { Err(format!("{found} bytes declared, {stated} stated")) }
+    };
+    for heads in
+        [Heads::new(8, 1, 256), Heads::new(64, 1, 8), Heads::new(1, 1, 1), Heads::new(9, 3, 64), Heads::new(5, 1, 200)]
+    {
+        let config = config(heads);
+        for kernel in KernelId::ALL {
+            let wgsl = kernel.wgsl(&config).unwrap();
+            counted(kernel, &config, &wgsl).unwrap();
+            assert!(declared_bytes(&wgsl) <= wgpu::Limits::default().max_compute_workgroup_storage_size);
+        }
+        // Counted twice, or not at all: the check differs from the declaration.
+        let wgsl = KernelId::Decode.wgsl(&config).unwrap();
+        let mutant =
+            wgsl.replace("var<workgroup> scores: array<f32, SCORES>", "var<workgroup> scores: array<f32, 2u * SCORES>");
+        assert!(counted(KernelId::Decode, &config, &mutant).is_err());
+    }
+    // wgpu does not check; the host refuses before a shader is made.
+    let limits = wgpu::Limits { max_compute_workgroup_storage_size: 1024, ..gpu.fresh_runner().device().limits() };
+    let error = pollster::block_on(Kernels::new(gpu.limited_runner(limits).device(), &config(HEADS))).unwrap_err();
+    let needed = u64::from(Tiles::new(&HEADS.geometry().unwrap(), Processor::Gpu).decode_bytes());
+    assert_eq!(
+        error,
+        BuildError::Limit { kernel: "decode", limit: "max_compute_workgroup_storage_size", found: 1024, needed }
+    );
+}
+
+#[test]
+fn fault_16_page_offsets_that_wrap() {
+    let Some(gpu) = gpu() else { return };
+    // A pool past 2^32 vectors of 16 bytes is refused, with the numbers.
+    let geometry = HeadGeometry::new(8, 8, 128).unwrap();
+    let page_size = PageSize::new(16).unwrap();
+    let refused = KvLayout::new(geometry, Dtype::F16, page_size, u32::MAX);
+    assert!(matches!(refused, Err(LayoutError::TooLarge { page_count: u32::MAX, page_bytes: 65_536, .. })));
+    let largest = KvLayout::new(geometry, Dtype::F16, page_size, u32::MAX / 4096).unwrap();
+    let last = largest.v_rows().offset(u32::MAX / 4096 - 1, 7, 15);
+    assert_eq!(u64::from(last) * 16 + 256, largest.bytes());
+    // A product that wraps at 16 bits, in a pool that needs more: the kernel reads another page.
+    let spec = CaseSpec::new("faults/16", HEADS, [(40, 40), (1, 40)]).paged(Pool::new(16).times(300));
+    let wraps = "rows.base + (page * rows.page_stride) % 65536u +";
+    let edits = |kernel| [edit(kernel, "rows.base + page * rows.page_stride +", wraps)];
+    for kernel in [KernelId::Prefill, KernelId::Decode] {
+        noticed(gpu, "16", &spec, &edits(kernel));
+    }
+    let spec = spec.contiguous(Pool::new(16).times(300));
+    noticed(gpu, "16 append", &spec, &edits(KernelId::Append));
+}
+
+#[test]
+fn fault_17_page_tables_read_past_their_end() {
+    let Some(gpu) = gpu() else { return };
+    let [page_size, pages] = [PageSize::new(4).unwrap(), PageSize::new(3).unwrap()];
+    let batch = Batch { q_indptr: &[0, 1], page_indptr: &[0, 3], page_ids: &[2, 0, 1], kv_len: &[12] };
+    batch.validate(page_size, 3).unwrap();
+    assert_eq!(
+        Batch { kv_len: &[13], ..batch }.validate(page_size, 3),
+        Err(BatchError::PastPages { seq: 0, found: 13, pages: pages.get(), page_size: 4, capacity: 12 })
+    );
+    // Rounding up where the host rounds down: every key but the first of a page is looked up in the next page.
+    for (kernel, spec) in [(KernelId::Prefill, prefill("17")), (KernelId::Decode, decode("17"))] {
+        let to = "(key + params.page_size - 1u) / params.page_size";
+        let edits = [
+            edit(kernel, "seq.page_begin + key / params.page_size", "seq.page_begin + ROUNDED"),
+            edit(kernel, "ROUNDED", to),
+        ];
+        // The prefill kernel looks at the table's start only where it starts; let it start later.
+        if kernel == KernelId::Decode {
+            noticed(gpu, "17 decode", &spec, &edits);
+        } else {
+            let late = [edit(
+                kernel,
+                "select(at.entry, at.entry + 1u, wraps)",
+                "select(at.entry, at.entry + 1u, at.slot + 2u >= params.page_size)",
+            )];
+            noticed(gpu, "17 prefill", &spec, &late);
+        }
+    }
+}
+
+#[test]
+fn fault_18_rows_of_one_sequence_written_over_another() {
+    let Some(gpu) = gpu() else { return };
+    let spec = CaseSpec::new("faults/18", HEADS, [(20, 20), (1, 300), (30, 31), (2, 600)]).causal(true);
+    for kernel in ATTENTION {
+        let edits = [edit(kernel, "(seq.q_begin + row / GROUP) *", "(0u * seq.q_begin + row / GROUP) *")];
+        noticed(gpu, "18 stride", &spec, &edits);
+    }
+    // An odd number of splits whose last is left out.
+    let edits = [edit(KernelId::Merge, "split < seq.splits", "split < seq.splits / 2u * 2u")];
+    noticed(gpu, "18 tail", &decode("18"), &edits);
+}
+
+/// What belongs to a row once (its normalisation; a sink, once there are sinks, goes to the same place) is not applied
+/// once per split. Sinks themselves are refused by name until then: see the command's tests.
+#[test]
+fn fault_20_once_per_split_instead_of_once() {
+    let Some(gpu) = gpu() else { return };
+    let edits = [edit(
+        KernelId::Decode,
+        "store_partial_chunk(index, chunk, acc);",
+        "store_partial_chunk(index, chunk, scaled(acc, normaliser(state)));",
+    )];
+    noticed(gpu, "20", &decode("20"), &edits);
+}
+
+/// One set of numbers drives the check, the memory, the pipeline and the grid.
+#[test]
+fn fault_21_host_and_kernel_disagree() {
+    let Some(gpu) = gpu() else { return };
+    let tiles = Tiles::new(&HEADS.geometry().unwrap(), Processor::of(gpu.fresh_runner().adapter_info()));
+    let spec = CaseSpec::new("faults/21", HEADS, [(200, 200)]);
+    let lanes = format!("const PREFILL_LANES = {}u;", tiles.prefill_lanes);
+    let edits = [edit(KernelId::Prefill, Box::leak(lanes.into_boxed_str()), "const PREFILL_LANES = 8u;")];
+    noticed(gpu, "21 prefill", &spec, &edits);
+    let keys = format!("const SPLIT_KEYS = {SPLIT_KEYS}u;");
+    let edits = [edit(KernelId::Decode, Box::leak(keys.into_boxed_str()), "const SPLIT_KEYS = 128u;")];
+    noticed(gpu, "21 decode", &decode("21"), &edits);
+    // Every geometry that is accepted fits the limits that the kernels promise to stay within.
+    let limits = wgpu::Limits::default();
+    for processor in [Processor::Gpu, Processor::Cpu] {
+        for dim in 1..=256 {
+            for group in (1..=71).chain([128, 1024]) {
+                let geometry = HeadGeometry::with_v_head_dim(group, 1, dim, 257 - dim).unwrap();
+                let tiles = Tiles::new(&geometry, processor);
+                let rows = tiles.decode_rows * tiles.row_slots.min(LANES);
+                assert!(tiles.decode_bytes() <= limits.max_compute_workgroup_storage_size, "{geometry:?}");
+                assert!(rows > 0 && tiles.row_slots <= LANES && tiles.merge_rows * tiles.v_chunks <= LANES);
+                assert!(tiles.key_streams > 0 && tiles.scores >= tiles.decode_rows * SPLIT_KEYS);
+            }
+        }
+    }
+}
+
+#[test]
+fn fault_22_a_launch_that_is_dropped() {
+    let Some(gpu) = gpu() else { return };
+    for (kernel, spec) in [
+        (KernelId::Prefill, prefill("22")),
+        (KernelId::Decode, decode("22")),
+        (KernelId::Merge, decode("22")),
+        (KernelId::Append, prefill("22").contiguous(Pool::new(16))),
+    ] {
+        let case = build(&spec).unwrap();
+        let edits = [edit(kernel, "atomicAdd(&status[STATUS_DONE], 1u);", "")];
+        let error = run_edited(&mut gpu.fresh_runner(), &case, &run_options(&spec), &edits).unwrap_err();
+        assert!(matches!(error, RunError::Status(StatusError::Incomplete { needed: 1.., .. })), "{error}");
+    }
+    // A pool that the device cannot bind is an error with the numbers, not a log line.
+    let spec = prefill("22").paged(Pool::new(4).times(20));
+    let limits = gpu.fresh_runner().device().limits();
+    let limits = wgpu::Limits { max_storage_buffer_binding_size: 8192, ..limits };
+    let error = gpu.limited_runner(limits).run(&build(&spec).unwrap(), &run_options(&spec)).unwrap_err();
+    assert!(matches!(error, RunError::Layout(LayoutError::Binding { found: 8192, needed: 8193.. })), "{error}");
+}
+
+/// A page id outside the pool, past the host's checks: the kernel does not follow it, and says so.
+#[test]
+fn a_page_id_that_slipped_past_the_host_is_not_followed() {
+    let Some(gpu) = gpu() else { return };
+    for (kernel, spec) in [(KernelId::Prefill, prefill("page")), (KernelId::Decode, decode("page"))] {
+        let case = build(&spec).unwrap();
+        let edits = [edit(
+            kernel,
+            "return Page(id, id < params.page_count);",
+            "return Page(id + 9999u, id + 9999u < params.page_count);",
+        )];
+        let error = run_edited(&mut gpu.fresh_runner(), &case, &run_options(&spec), &edits).unwrap_err();
+        assert!(matches!(error, RunError::Status(StatusError::PageId { bits: 1 })), "{error}");
+    }
+}
+
+#[test]
+fn fault_37_a_loop_local_variable_that_keeps_its_value() {
+    let Some(gpu) = gpu() else { return };
+    let edits = [
+        edit(KernelId::Prefill, "        var s_0_0 = 0.0;\n", ""),
+        edit(KernelId::Prefill, "    var at = cursor_at(", "    var s_0_0 = 0.0;\n    var at = cursor_at("),
+    ];
+    noticed(gpu, "37 prefill", &prefill("37"), &edits);
+    let edits = [
+        edit(KernelId::Decode, "        var s_0 = 0.0;\n", ""),
+        edit(KernelId::Decode, "    // Scores, a lane per key.", "    var s_0 = 0.0;"),
+    ];
+    noticed(gpu, "37 decode", &decode("37"), &edits);
+}
+
+/// Every dimension has a kernel that fits, and none takes minutes to compile.
+#[test]
+fn fault_38_tiles_that_do_not_fit() {
+    let Some(gpu) = gpu() else { return };
+    let runner = gpu.fresh_runner();
+    for heads in [Heads::new(8, 1, 256), Heads::new(16, 1, 1).with_v(256), Heads::new(3, 3, 111).with_v(17)] {
+        let config = KernelConfig {
+            geometry: heads.geometry().unwrap(),
+            q: Dtype::Bf16,
+            kv: Dtype::F16,
+            out: Dtype::F16,
+            processor: Processor::of(runner.adapter_info()),
+        };
+        let start = std::time::Instant::now();
+        pollster::block_on(Kernels::new(runner.device(), &config)).unwrap();
+        assert!(start.elapsed().as_secs() < 60, "{heads:?} took {:?}", start.elapsed());
+        // A tile of as many rows as registers allow, whatever the memory: what the sizes prevent.
+        let rows = format!("const DECODE_ROWS = {}u;", config.tiles().decode_rows);
+        let scores = format!("const SCORES = {}u;", config.tiles().scores);
+        let wgsl = KernelId::Decode.wgsl(&config).unwrap();
+        let mutant = wgsl.replace(&rows, "const DECODE_ROWS = 16u;").replace(&scores, "const SCORES = 4096u;");
+        let limit = wgpu::Limits::default().max_compute_workgroup_storage_size;
+        assert!(declared_bytes(&wgsl) <= limit && declared_bytes(&mutant) > limit);
+    }
+}
