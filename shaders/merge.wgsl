@@ -23,7 +23,8 @@ fn merge(
     if lane / V_CHUNKS < MERGE_ROWS && row < seq.q_len * GROUP {
         var state = EMPTY_ROW;
         var acc = ZERO_CHUNK;
-        for (var split = 0u; split < seq.splits; split++) {
+        var split = 0u;
+        for (; split < seq.splits; split++) {
             let index = partial_state(seq, split, item.kv_head, row);
             let part = load_partial_state(index);
             if has_seen(part) {
@@ -33,6 +34,9 @@ fn merge(
                 state = RowState(m, fma(state.l, kept, part.l * added));
                 acc = fma_chunk(kept, acc, scaled(load_partial_chunk(index, chunk), added));
             }
+        }
+        if split < seq.splits {
+            report_error(ERROR_CUT_SHORT);
         }
         let query = query_row(seq, item.kv_head, row);
         store_out(query, chunk, scaled(acc, normaliser(state)));

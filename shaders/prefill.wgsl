@@ -2,7 +2,7 @@
 // (FlashAttention; Dao et al. 2022), without subgroups.
 //
 // Grid: one workgroup per (work item, KV head); an item is PREFILL_LANES * ROWS_PER_LANE tile rows of a sequence and
-// the keys they see. A tile row is (token, query head of the group): all heads that share a KV head share its loads.
+// the keys they see (of one split, where the host splits them). A tile row is (token, query head of the group): all heads that share a KV head share its loads.
 // Each lane owns ROWS_PER_LANE tile rows, their queries and accumulators in registers. Keys and values are read at
 // addresses that are the same for all lanes, so one load serves PREFILL_LANES * ROWS_PER_LANE rows: a scalar load on
 // some devices, a broadcast on others. There is nothing to stage, so there is no barrier.
@@ -41,11 +41,13 @@ fn prefill(
     //end
 
     var at = cursor_at(seq, item.key_begin);
-    for (var step = item.key_begin; step < item.key_end; step += STEP_KEYS) {
+    var step = item.key_begin;
+    for (; step < item.key_end; step += STEP_KEYS) {
         //each k STEP_KEYS
         let page_$k = checked_page(plan[at.entry]);
         if !page_$k.exists {
             report_error(ERROR_PAGE_ID);
+            step = item.key_end;
             break;
         }
         let k_row_$k = row_offset(params.k_rows, page_$k.id, item.kv_head, at.slot);
@@ -104,13 +106,25 @@ fn prefill(
         //end
     }
 
+    if step < item.key_end {
+        report_error(ERROR_CUT_SHORT);
+    }
+
     //each r ROWS_PER_LANE
     if row_$r < row_count {
-        let factor = normaliser(state_$r);
-        //each c V_CHUNKS
-        store_out(query_$r, $cu, scaled(acc_$r_$c, factor));
-        //end
-        store_lse(query_$r, state_$r);
+        if seq.splits == 1u {
+            let factor = normaliser(state_$r);
+            //each c V_CHUNKS
+            store_out(query_$r, $cu, scaled(acc_$r_$c, factor));
+            //end
+            store_lse(query_$r, state_$r);
+        } else {
+            let index = partial_state(seq, item.key_begin / PREFILL_SPLIT_KEYS, item.kv_head, row_$r);
+            //each c V_CHUNKS
+            store_partial_chunk(index, $cu, acc_$r_$c);
+            //end
+            store_partial_state(index, state_$r);
+        }
     }
     //end
     report_done(lane);

@@ -5,7 +5,7 @@ use std::f64::consts::LOG2_E;
 use thiserror::Error;
 
 use crate::batch::{Batch, BatchError, check_indptr};
-use crate::geometry::{GeometryError, HeadGeometry, PageSize};
+use crate::geometry::{Dtype, GeometryError, HeadGeometry, PageSize};
 use crate::tensor::Tensor;
 
 /// The largest `|score| * log2(e)` that a caller may produce, partial sums included.
@@ -130,6 +130,37 @@ pub enum CaseError {
         index: Vec<usize>,
         /// The value found.
         value: f32,
+    },
+    /// A sum of weighted values may leave the range of f32: weights are at most 1 and normalised at the end.
+    #[error(
+        "sequence {seq}, KV head {kv_head}: {kv_len} keys with values of up to {found:.4e} may sum to {sum:.4e}; at most \
+         {limit:.4e} is supported"
+    )]
+    ValueRange {
+        /// The sequence.
+        seq: usize,
+        /// The KV head.
+        kv_head: usize,
+        /// Keys of the sequence.
+        kv_len: u32,
+        /// The largest magnitude among the values.
+        found: f64,
+        /// That times the number of keys.
+        sum: f64,
+        /// The largest supported sum.
+        limit: f64,
+    },
+    /// Values too large for the output type.
+    #[error("`{tensor}` holds {found:.4e}, and so may the output; {dtype} reaches {limit}")]
+    OutRange {
+        /// Name of the value tensor.
+        tensor: &'static str,
+        /// The largest magnitude among the owned values.
+        found: f64,
+        /// The output type.
+        dtype: crate::Dtype,
+        /// The largest number of that type.
+        limit: f64,
     },
     /// A score may leave the range in which the kernels are exact.
     #[error(
@@ -358,7 +389,53 @@ impl Case {
         }
         self.validate_shapes()?;
         self.validate_finite()?;
+        self.validate_values()?;
         self.validate_range()
+    }
+
+    /// Whether every output fits into `dtype`: an output is a mean of values.
+    ///
+    /// # Errors
+    /// [`CaseError::OutRange`].
+    pub fn validate_out(&self, dtype: Dtype) -> Result<(), CaseError> {
+        let limit = match dtype {
+            Dtype::F16 => 65_504.0,
+            Dtype::F32 | Dtype::Bf16 => return Ok(()),
+        };
+        let tensor = match self.kv {
+            KvSource::Contiguous { .. } => "v",
+            KvSource::Paged { .. } => "v_pages",
+        };
+        let found = self.value_maxima().into_iter().map(|(_, _, found)| found).fold(0.0, f64::max);
+        if found > limit { Err(CaseError::OutRange { tensor, found, dtype, limit }) } else { Ok(()) }
+    }
+
+    /// `(sequence, KV head, largest magnitude of a value)` of everything that query rows can see.
+    fn value_maxima(&self) -> Vec<(usize, usize, f64)> {
+        let largest = |v: &[f32]| v.iter().map(|x| f64::from(x.abs())).fold(0.0, f64::max);
+        let lengths = self.lengths().into_iter().enumerate();
+        lengths
+            .filter(|(_, (q_len, kv_len))| *q_len > 0 && *kv_len > 0)
+            .filter_map(|(seq, _)| Some((seq, self.sequence_kv(seq)?)))
+            .flat_map(|(seq, kv)| {
+                (0..self.geometry.kv_heads() as usize)
+                    .map(move |head| (seq, head, largest(kv.v(head))))
+                    .collect::<Vec<_>>()
+            })
+            .collect()
+    }
+
+    fn validate_values(&self) -> Result<(), CaseError> {
+        let limit = f64::from(f32::MAX) / ROUNDING_ROOM;
+        let lengths = self.lengths();
+        for (seq, kv_head, found) in self.value_maxima() {
+            let kv_len = lengths.get(seq).map_or(0, |(_, kv_len)| *kv_len);
+            let sum = f64::from(kv_len) * found;
+            if sum > limit {
+                return Err(CaseError::ValueRange { seq, kv_head, kv_len, found, sum, limit });
+            }
+        }
+        Ok(())
     }
 
     fn validate_shapes(&self) -> Result<(), CaseError> {

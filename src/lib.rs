@@ -1,4 +1,24 @@
 //! Exact attention over a paged KV cache on any GPU, through [`wgpu`].
+//!
+//! The steps, each a type: a [`Batch`] of ragged query rows and page tables is planned on the host
+//! ([`Attention::plan`]), the [`Plan`] goes to the device once per step ([`DevicePlan::upload`]), is bound to each layer's
+//! buffers ([`Attention::bind`]) and recorded into the caller's compute pass ([`Attention::encode`]). [`Append`] writes new
+//! keys and values into the pages the same way. Device, queue and buffers are the caller's; nothing is submitted or
+//! waited for, except by [`Runner`], which takes host tensors and returns host tensors.
+//!
+//! [`mod@reference`] has the same attention in float64 and a bound on the kernels' error; [`verify()`] judges a result.
+//!
+//! The numerical contract: whatever the storage types, scores, row maxima, row sums and weighted sums are in f32;
+//! masking is structural; rows that see no key are exactly 0 with a log-sum-exp of `-inf`; every element is inside
+//! [`reference::bound`]; and on one adapter and driver the bits do not depend on page placement, page size, batch
+//! neighbours, or anything in memory that no sequence owns. Owned values must be finite and scores inside
+//! [`SCORE_LOG2_MAX`].
+//!
+//! The README has an example of embedding, the limits, and the versions.
+
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct ReadmeExamples;
 
 pub mod adapter;
 mod attention;

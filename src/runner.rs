@@ -8,7 +8,7 @@ use thiserror::Error;
 
 use crate::attention::{Attention, AttentionConfig, AttentionIo, BindError, Workspace};
 use crate::batch::{Batch, BatchError};
-use crate::case::{AttentionOptions, Case, KvSource};
+use crate::case::{AttentionOptions, Case, CaseError, KvSource};
 use crate::chains::Chains;
 use crate::geometry::{Dtype, HeadGeometry, PageSize, padded_dim};
 use crate::kernels::{
@@ -48,6 +48,9 @@ pub enum RunError {
         /// Bytes needed.
         needed: u64,
     },
+    /// The case does not suit the options.
+    #[error(transparent)]
+    Case(#[from] CaseError),
     /// The kernels could not be built.
     #[error(transparent)]
     Build(#[from] BuildError),
@@ -257,6 +260,7 @@ impl Runner {
     /// # Errors
     /// [`RunError`].
     pub fn run(&mut self, case: &Case, options: &RunOptions) -> Result<Output, RunError> {
+        case.validate_out(options.out_dtype)?;
         let table = PageTable::new(case, options)?;
         let geometry = *case.geometry();
         let k = match case.kv() {
@@ -502,7 +506,7 @@ fn kernel_use((kernel, workgroups): (KernelId, u32)) -> Option<KernelUse> {
         KernelId::Decode => {
             ("decode-base", format!("sequences with one query row or at most {DECODE_ROWS_MAX} tile rows"))
         }
-        KernelId::Merge => ("merge", format!("decodes over more than {SPLIT_KEYS} keys")),
+        KernelId::Merge => ("merge", format!("sequences whose keys were split (decodes: every {SPLIT_KEYS})")),
         KernelId::Append => ("append", "contiguous keys and values".into()),
     };
     (workgroups > 0).then_some(KernelUse { kernel, reason, workgroups })

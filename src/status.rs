@@ -8,6 +8,10 @@ pub const STATUS_BYTES: u64 = 8;
 /// Set by a kernel that met a page id outside the pool. The host checks the ids before; this is the second line.
 const ERROR_PAGE_ID: u32 = 1;
 
+/// Set by a kernel whose loop over keys or splits was ended early by the driver: older llvmpipe ends every loop once an
+/// invocation has gone through 65,535 iterations.
+const ERROR_CUT_SHORT: u32 = 2;
+
 /// A run whose result must not be used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
@@ -24,6 +28,12 @@ pub enum StatusError {
     /// A kernel met a page id outside the pool.
     #[error("a kernel met a page id outside the pool (error bits {bits:#x})")]
     PageId {
+        /// All error bits.
+        bits: u32,
+    },
+    /// The driver ended a loop before its end: the kernel is too long for it.
+    #[error("the driver ended a kernel's loop early (error bits {bits:#x})")]
+    CutShort {
         /// All error bits.
         bits: u32,
     },
@@ -54,6 +64,9 @@ impl Status {
     pub fn check(self, dispatched: u32) -> Result<(), StatusError> {
         if self.errors & ERROR_PAGE_ID != 0 {
             return Err(StatusError::PageId { bits: self.errors });
+        }
+        if self.errors & ERROR_CUT_SHORT != 0 {
+            return Err(StatusError::CutShort { bits: self.errors });
         }
         if self.completed != dispatched {
             return Err(StatusError::Incomplete { found: self.completed, needed: dispatched });

@@ -61,7 +61,11 @@ fn prepare(args: &AttendArgs, several: bool) -> Result<(Vec<Ready>, Indexed), u8
     let mut kept_bytes = 0;
     let progress = bar("checking", files.len());
     for (index, path) in files.iter().enumerate() {
-        match case_file::load(path, &args.settings, &args.paging) {
+        let loaded = case_file::load(path, &args.settings, &args.paging).and_then(|loaded| {
+            loaded.case.validate_out(Dtype::from(args.out_dtype))?;
+            Ok(loaded)
+        });
+        match loaded {
             Ok(loaded) => {
                 progress.suspend(|| warn(path, &loaded.unknown));
                 kept_bytes += loaded.bytes;

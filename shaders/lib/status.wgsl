@@ -4,6 +4,7 @@
 const STATUS_DONE = 0u;
 const STATUS_ERRORS = 1u;
 const ERROR_PAGE_ID = 1u;
+const ERROR_CUT_SHORT = 2u;
 
 fn report_done(lane: u32) {
     if lane == 0u {

@@ -140,6 +140,7 @@ fn constants(config: &KernelConfig) -> Vec<(&'static str, u32)> {
         ("PREFILL_LANES", tiles.prefill_lanes),
         ("ROWS_PER_LANE", tiles.rows_per_lane),
         ("STEP_KEYS", tiles.step_keys),
+        ("PREFILL_SPLIT_KEYS", tiles.prefill_split_keys),
         ("SPLIT_KEYS", SPLIT_KEYS),
         ("DECODE_ROWS", tiles.decode_rows),
         ("PARTS", LANES / tiles.row_slots),

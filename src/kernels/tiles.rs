@@ -52,6 +52,8 @@ pub struct Tiles {
     pub rows_per_lane: u32,
     /// Keys per online-softmax step of the prefill kernel.
     pub step_keys: u32,
+    /// Keys per split of a prefill; a multiple of `step_keys`.
+    pub prefill_split_keys: u32,
     /// Tile rows of a decode workgroup.
     pub decode_rows: u32,
     /// `decode_rows` rounded up to a power of two: lanes are shared out over so many rows.
@@ -79,6 +81,12 @@ impl Tiles {
             Processor::Cpu if row_words <= 256 => (LANES / 4, 4, 2),
             Processor::Cpu => (LANES / 2, 2, 2),
         };
+        // Prefill has rows enough to fill a GPU, so its keys need no split. Software drivers get one where their loops
+        // would end: llvmpipe of Mesa 22 stops after 65,535 iterations of an invocation.
+        let prefill_split_keys = match processor {
+            Processor::Gpu => 1 << 31,
+            Processor::Cpu => 1 << 15,
+        };
         let rows_max = (1..=DECODE_TILE_ROWS_MAX)
             .rev()
             .find(|rows| decode_bytes(*rows, qk_chunks) <= WORKGROUP_BYTES_MAX)
@@ -92,6 +100,7 @@ impl Tiles {
             prefill_lanes,
             rows_per_lane,
             step_keys,
+            prefill_split_keys,
             decode_rows,
             row_slots: decode_rows.next_power_of_two(),
             scores,
@@ -119,20 +128,26 @@ impl Tiles {
     pub fn chains(&self, geometry: &HeadGeometry, q_len: u32, kv_len: u32) -> Chains {
         // A dot product is one chain over the padded row, after scaling the query.
         let dot = 1 + 8 * self.qk_chunks;
+        let (split_keys, splits) = self.splits(geometry, q_len, kv_len);
+        let split_keys = kv_len.min(split_keys);
+        // A merge multiplies and adds.
+        let merges = if splits > 1 { 2 * splits + 1 } else { 0 };
         if Self::decodes(q_len, geometry.group()) {
-            let splits = kv_len.div_ceil(SPLIT_KEYS).max(1);
-            let split_keys = kv_len.min(SPLIT_KEYS);
             let parts = LANES / self.row_slots;
             let values = split_keys.div_ceil(self.key_streams) + 1 + self.key_streams;
             let sums = split_keys.div_ceil(parts) + parts;
-            // A merge multiplies and adds.
-            let merges = if splits > 1 { 2 * splits + 1 } else { 0 };
             Chains { dot, step_keys: SPLIT_KEYS, accumulate: values.max(sums) + merges }
         } else {
             // A step makes a sum of its products, then multiplies what was before and adds.
-            let accumulate = self.step_keys + 1 + 2 * kv_len.div_ceil(self.step_keys);
+            let accumulate = self.step_keys + 1 + 2 * split_keys.div_ceil(self.step_keys) + merges;
             Chains { dot, step_keys: self.step_keys, accumulate }
         }
+    }
+
+    /// Keys per split of a sequence, and how many splits it has (at least 1).
+    pub fn splits(&self, geometry: &HeadGeometry, q_len: u32, kv_len: u32) -> (u32, u32) {
+        let split_keys = if Self::decodes(q_len, geometry.group()) { SPLIT_KEYS } else { self.prefill_split_keys };
+        (split_keys, kv_len.div_ceil(split_keys).max(1))
     }
 }
 

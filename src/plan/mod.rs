@@ -10,7 +10,7 @@ use crate::batch::{Batch, BatchError};
 use crate::case::AttentionOptions;
 use crate::chains::Chains;
 use crate::geometry::HeadGeometry;
-use crate::kernels::{KernelId, SPLIT_KEYS, Tiles};
+use crate::kernels::{KernelId, Tiles};
 use crate::kv::{KvLayout, RowLayout};
 
 /// A batch that cannot be planned.
@@ -290,24 +290,22 @@ impl WorkLists {
                 return Err(PlanError::TooLong { seq: index, q_len, kv_len });
             }
             let rows = q_len * group;
-            let decodes = Tiles::decodes(q_len, group);
-            let splits = if decodes { kv_len.div_ceil(SPLIT_KEYS).max(1) } else { 1 };
+            let (split_keys, splits) = tiles.splits(geometry, q_len, kv_len);
             lists.sequences.push([*q_begin, q_len, kv_len, *page_begin, lists.states as u32, splits]);
             lists.chains.push(tiles.chains(geometry, q_len, kv_len));
-            if decodes {
-                for split in 0..splits {
-                    let key_begin = split * SPLIT_KEYS;
-                    let key_end = kv_len.min(key_begin.saturating_add(SPLIT_KEYS));
-                    let starts = (0..rows).step_by(tiles.decode_rows as usize);
-                    lists.decode.extend(starts.map(|first_row| Item { seq, first_row, key_begin, key_end }));
-                }
-            } else {
-                let starts = (0..rows).step_by(tiles.prefill_rows() as usize);
-                lists.prefill.extend(starts.map(|first_row| {
-                    let last_token = first_row.saturating_add(tiles.prefill_rows() - 1).min(rows - 1) / group;
-                    let key_end = options.visible_keys(q_len, kv_len, last_token);
-                    Item { seq, first_row, key_begin: 0, key_end }
-                }));
+            let decodes = Tiles::decodes(q_len, group);
+            let tile_rows = if decodes { tiles.decode_rows } else { tiles.prefill_rows() };
+            for split in 0..splits {
+                let key_begin = split * split_keys;
+                let split_end = kv_len.min(key_begin.saturating_add(split_keys));
+                let items = (0..rows).step_by(tile_rows as usize).map(|first_row| {
+                    let last_token = first_row.saturating_add(tile_rows - 1).min(rows - 1) / group;
+                    let seen = options.visible_keys(q_len, kv_len, last_token);
+                    // A decode reads its split whole, whatever its rows see of it: they are few.
+                    let key_end = if decodes { split_end } else { split_end.min(seen).max(key_begin) };
+                    Item { seq, first_row, key_begin, key_end }
+                });
+                if decodes { &mut lists.decode } else { &mut lists.prefill }.extend(items);
             }
             if splits > 1 {
                 let starts = (0..rows).step_by(tiles.merge_rows as usize);
@@ -317,7 +315,7 @@ impl WorkLists {
             }
         }
         // Heavy work first; the sort is stable, so the order is the same on every machine.
-        lists.prefill.sort_by_key(|item| std::cmp::Reverse(item.key_end));
+        lists.prefill.sort_by_key(|item| std::cmp::Reverse(item.key_end - item.key_begin));
         Ok(lists)
     }
 }

@@ -459,6 +459,26 @@ fn a_page_id_that_slipped_past_the_host_is_not_followed() {
     }
 }
 
+/// Older llvmpipe ends an invocation's loops after 65,535 iterations in all, without a word: keys would be left out.
+#[test]
+fn a_loop_that_the_driver_ends_early_is_reported() {
+    let Some(gpu) = gpu() else { return };
+    for (kernel, spec, from, to) in [
+        (KernelId::Prefill, prefill("cut"), "step += STEP_KEYS) {", "step += STEP_KEYS) { if step > 32u { break; }"),
+        (
+            KernelId::Merge,
+            decode("cut"),
+            "split < seq.splits; split++) {",
+            "split < seq.splits; split++) { if split > 0u { break; }",
+        ),
+    ] {
+        let case = build(&spec).unwrap();
+        let error =
+            run_edited(&mut gpu.fresh_runner(), &case, &run_options(&spec), &[edit(kernel, from, to)]).unwrap_err();
+        assert!(matches!(error, RunError::Status(StatusError::CutShort { .. })), "{error}");
+    }
+}
+
 #[test]
 fn fault_37_a_loop_local_variable_that_keeps_its_value() {
     let Some(gpu) = gpu() else { return };

@@ -1,0 +1,146 @@
+//! A prompt and then single tokens, on the program's own device: new keys and values are appended to pages, attention runs
+//! over all of them, and a second sequence joins on the way.
+//!
+//! ```sh
+//! cargo run --release --example decode_steps
+//! ```
+
+use half::f16;
+use rand::{RngExt, SeedableRng};
+
+use paged_attention::{
+    Append, AppendPlan, AppendSource, Attention, AttentionConfig, AttentionIo, AttentionOptions, Batch, DevicePlan,
+    Dtype, HeadGeometry, KvLayout, PageSize, STATUS_BYTES, Status, Workspace, adapter, wgpu,
+};
+
+/// One sequence: its pages, and how many tokens it has.
+struct Sequence {
+    pages: Vec<u32>,
+    tokens: u32,
+}
+
+#[expect(clippy::print_stdout, clippy::indexing_slicing, reason = "a program that shows what it did")]
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let instance = wgpu::Instance::new(wgpu::InstanceDescriptor::new_without_display_handle_from_env());
+    let adapter = pollster::block_on(adapter::find(&instance, None))?;
+    let info = adapter.get_info();
+    // Nothing beyond the default limits is needed, and no feature.
+    let (device, queue) = pollster::block_on(adapter.request_device(&wgpu::DeviceDescriptor::default()))?;
+    println!("{}", adapter::describe(&info));
+
+    let heads = HeadGeometry::new(4, 2, 64)?;
+    let page_size = PageSize::new(16)?;
+    let layout = KvLayout::new(heads, Dtype::F16, page_size, 64)?;
+    let options = AttentionOptions::new(&heads).with_causal(true);
+    let config = AttentionConfig { q: Dtype::F16, out: Dtype::F32, layout, options };
+    let attention = pollster::block_on(Attention::new(&device, &info, &config))?;
+    let pages = layout.create_buffer(&device)?;
+
+    let mut sequences: Vec<Sequence> = Vec::new();
+    let mut next_page = 0;
+    for step in 0..6_u32 {
+        // Which sequences get how many new tokens: a prompt of 40, a prompt of 7 at step 2, single tokens otherwise.
+        let joins = [(0, 40), (2, 7)].into_iter().find(|(at, _)| *at == step).map(|(_, tokens)| tokens);
+        let mut new: Vec<u32> = vec![1; sequences.len()];
+        if let Some(tokens) = joins {
+            sequences.push(Sequence { pages: Vec::new(), tokens: 0 });
+            new.push(tokens);
+        }
+        for (sequence, new) in sequences.iter_mut().zip(&new) {
+            sequence.tokens += new;
+            while (sequence.pages.len() as u32) < page_size.pages_for(sequence.tokens) {
+                sequence.pages.push(next_page);
+                next_page += 1;
+            }
+        }
+
+        // The batch in CSR form.
+        let q_indptr = indptr(new.iter().copied());
+        let page_indptr = indptr(sequences.iter().map(|sequence| sequence.pages.len() as u32));
+        let page_ids: Vec<u32> = sequences.iter().flat_map(|sequence| sequence.pages.clone()).collect();
+        let kv_len: Vec<u32> = sequences.iter().map(|sequence| sequence.tokens).collect();
+        let batch = Batch { q_indptr: &q_indptr, page_indptr: &page_indptr, page_ids: &page_ids, kv_len: &kv_len };
+        let rows = batch.total_q();
+
+        // What a model would compute for the new tokens.
+        let [q, k, v] = [(1, heads.q_heads()), (2, heads.kv_heads()), (3, heads.kv_heads())]
+            .map(|(seed, heads)| upload(&device, &queue, rows * heads * 64, seed + 10 * step));
+        let storage = wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_SRC;
+        let out = buffer(&device, u64::from(rows * heads.q_heads() * 64 * 4), storage);
+        let lse = buffer(&device, u64::from(rows * heads.q_heads() * 4), storage);
+
+        // Plans are made once per step; a model would bind them once per layer.
+        let plan = attention.plan(&batch)?;
+        let workspace = Workspace::new(&device, plan.workspace_bytes());
+        let plan = DevicePlan::upload(&device, &plan)?;
+        let append = Append::upload(&device, &layout, &AppendPlan::new(&layout, &batch)?)?;
+        let source = AppendSource {
+            k: k.as_entire_buffer_binding(),
+            v: v.as_entire_buffer_binding(),
+            kv: pages.as_entire_buffer_binding(),
+        };
+        let append = append.bind(&device, attention.kernels(), source, &workspace)?;
+        let io = AttentionIo {
+            q: q.as_entire_buffer_binding(),
+            kv: pages.as_entire_buffer_binding(),
+            out: out.as_entire_buffer_binding(),
+            lse: lse.as_entire_buffer_binding(),
+        };
+        let call = attention.bind(&device, &plan, io, &workspace)?;
+
+        let mut encoder = device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
+        {
+            let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
+            append.encode(&mut pass);
+            attention.encode(&mut pass, &call);
+        }
+        let readback =
+            buffer(&device, lse.size() + STATUS_BYTES, wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST);
+        encoder.copy_buffer_to_buffer(&lse, 0, &readback, 0, lse.size());
+        encoder.copy_buffer_to_buffer(workspace.status(), 0, &readback, lse.size(), STATUS_BYTES);
+        queue.submit([encoder.finish()]);
+
+        let words = read(&device, &readback)?;
+        let (lse, status) = words.split_at(words.len() - 2);
+        Status::from_words([status[0], status[1]]).check(append.workgroups().wrapping_add(call.workgroups()))?;
+        let last: Vec<f32> = q_indptr[1..]
+            .iter()
+            .map(|end| f32::from_bits(lse[(*end as usize - 1) * heads.q_heads() as usize]))
+            .collect();
+        println!("step {step}: {new:?} new tokens, lengths {kv_len:?}, log-sum-exp of each last row {last:.4?}");
+    }
+    Ok(())
+}
+
+fn indptr(lengths: impl Iterator<Item = u32>) -> Vec<u32> {
+    let mut ends = vec![0];
+    ends.extend(lengths.scan(0, |end, length| {
+        *end += length;
+        Some(*end)
+    }));
+    ends
+}
+
+fn buffer(device: &wgpu::Device, size: u64, usage: wgpu::BufferUsages) -> wgpu::Buffer {
+    device.create_buffer(&wgpu::BufferDescriptor { label: None, size, usage, mapped_at_creation: false })
+}
+
+/// Numbers between -1 and 1, in f16.
+fn upload(device: &wgpu::Device, queue: &wgpu::Queue, elements: u32, seed: u32) -> wgpu::Buffer {
+    let mut random = rand::rngs::StdRng::seed_from_u64(seed.into());
+    let values: Vec<f16> = (0..elements).map(|_| f16::from_f32(random.random_range(-1.0..1.0))).collect();
+    let buffer = buffer(device, u64::from(elements) * 2, wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_DST);
+    queue.write_buffer(&buffer, 0, bytemuck::cast_slice(&values));
+    buffer
+}
+
+fn read(device: &wgpu::Device, buffer: &wgpu::Buffer) -> Result<Vec<u32>, Box<dyn std::error::Error>> {
+    let (sender, receiver) = std::sync::mpsc::channel();
+    buffer.map_async(wgpu::MapMode::Read, .., move |result| {
+        // The receiver waits below.
+        let _ = sender.send(result);
+    });
+    device.poll(wgpu::PollType::wait_indefinitely())?;
+    receiver.recv()??;
+    Ok(bytemuck::cast_slice(&buffer.slice(..).get_mapped_range()?).to_vec())
+}
