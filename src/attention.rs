@@ -39,12 +39,12 @@ pub enum BindError {
     TooSmall {
         /// Which buffer.
         buffer: &'static str,
-        /// Bytes found (of the binding, or of the rest of the buffer).
+        /// Bytes found: of the binding, or of the rest of the buffer where that is less.
         found: u64,
         /// Bytes needed.
         needed: u64,
     },
-    /// A binding is larger than the device allows.
+    /// The shape needs a larger binding than the device allows.
     #[error("`{buffer}` needs a binding of {needed} bytes; the device allows {found}")]
     TooLarge {
         /// Which buffer.
@@ -79,7 +79,11 @@ pub enum BindError {
     },
 }
 
-/// Buffers of one layer's attention. Each binding's size, or the rest of its buffer, must hold what the shape needs.
+/// Buffers of one layer's attention. Each binding's size, or the rest of its buffer, must hold what the shape needs; it
+/// may hold more, and no more than what is needed is bound.
+///
+/// `out` and `lse` may be parts of one buffer, and so may `q` and `kv`. WebGPU allows no buffer to be read and written
+/// by the same dispatch, not even in different parts of it.
 #[derive(Clone, Debug)]
 pub struct AttentionIo<'a> {
     /// Query rows `[total_q, q_heads, head_dim]`, padded to multiples of [`crate::ROW_ALIGN`] elements.
@@ -232,8 +236,9 @@ impl Attention {
         let row_bytes = |dtype: Dtype, dim| (rows * u64::from(dtype.row_words(dim)) * 4).max(16);
         let limits = device.limits();
         let plan_words = wgpu::BufferBinding { buffer: &plan.buffer, offset: PARAMS_BYTES, size: None };
+        let plan_bytes = plan.buffer.size().saturating_sub(PARAMS_BYTES);
         let entries = [
-            ("plan", plan_words, 4),
+            ("plan", plan_words, plan_bytes),
             ("q", io.q, row_bytes(self.config.q, geometry.head_dim())),
             ("kv", io.kv, self.config.layout.bytes().max(16)),
             ("out", io.out, row_bytes(self.config.out, geometry.v_head_dim())),
@@ -241,9 +246,7 @@ impl Attention {
             ("workspace", workspace.partials.as_entire_buffer_binding(), plan.workspace_bytes.max(16)),
             ("status", workspace.status.as_entire_buffer_binding(), STATUS_BYTES),
         ];
-        for (buffer, binding, needed) in &entries {
-            check_binding(&limits, buffer, binding, *needed)?;
-        }
+        let bindings = storage_bindings(&limits, entries)?;
         let Params { prefill_groups, decode_groups, merge_groups, .. } = plan.params;
         let mut dispatches = Vec::new();
         for (kernel, groups) in
@@ -254,7 +257,7 @@ impl Attention {
             }
         }
         let params = wgpu::BufferBinding { buffer: &plan.buffer, offset: 0, size: wgpu::BufferSize::new(PARAMS_BYTES) };
-        let resources = std::iter::once(params).chain(entries.into_iter().map(|(_, binding, _)| binding));
+        let resources = std::iter::once(params).chain(bindings);
         Ok(Call {
             bindings: bind_group(device, self.kernels.attention_layout(), resources),
             dispatches,
@@ -272,26 +275,32 @@ impl Attention {
     }
 }
 
-/// Checks a storage binding's size and offset against what the shape needs and what the device allows.
-pub(crate) fn check_binding(
+/// Checks storage bindings, each with its name and the bytes that the shape needs, against what the device allows.
+///
+/// What comes back is bound to these bytes alone. A stray access then cannot reach what lies beside them in the caller's
+/// buffer, which may be larger than a binding, and a size of the caller's that WebGPU refuses (past the buffer's end,
+/// or no multiple of 4) does no harm where the bytes are there.
+pub(crate) fn storage_bindings<'a, const N: usize>(
     limits: &wgpu::Limits,
-    buffer: &'static str,
-    binding: &wgpu::BufferBinding<'_>,
-    needed: u64,
-) -> Result<(), BindError> {
-    let rest = binding.buffer.size().saturating_sub(binding.offset);
-    let found = binding.size.map_or(rest, |size| size.get().min(rest));
-    if found < needed {
-        return Err(BindError::TooSmall { buffer, found, needed });
-    }
-    if found > limits.max_storage_buffer_binding_size {
-        return Err(BindError::TooLarge { buffer, found: limits.max_storage_buffer_binding_size, needed: found });
-    }
+    entries: [(&'static str, wgpu::BufferBinding<'a>, u64); N],
+) -> Result<[wgpu::BufferBinding<'a>; N], BindError> {
+    let allowed = limits.max_storage_buffer_binding_size;
     let alignment = u64::from(limits.min_storage_buffer_offset_alignment);
-    if !binding.offset.is_multiple_of(alignment) {
-        return Err(BindError::Unaligned { buffer, found: binding.offset, needed: alignment });
+    for (buffer, binding, needed) in &entries {
+        let (buffer, needed) = (*buffer, *needed);
+        if needed > allowed {
+            return Err(BindError::TooLarge { buffer, found: allowed, needed });
+        }
+        let rest = binding.buffer.size().saturating_sub(binding.offset);
+        let found = binding.size.map_or(rest, |size| size.get().min(rest));
+        if found < needed {
+            return Err(BindError::TooSmall { buffer, found, needed });
+        }
+        if !binding.offset.is_multiple_of(alignment) {
+            return Err(BindError::Unaligned { buffer, found: binding.offset, needed: alignment });
+        }
     }
-    Ok(())
+    Ok(entries.map(|(_, binding, needed)| wgpu::BufferBinding { size: wgpu::BufferSize::new(needed), ..binding }))
 }
 
 pub(crate) fn dispatch(limits: &wgpu::Limits, kernel: KernelId, groups: u32) -> Result<Dispatch, BindError> {

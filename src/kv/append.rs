@@ -4,7 +4,7 @@ use bytemuck::{Pod, Zeroable};
 use thiserror::Error;
 
 use super::layout::{KvLayout, RowLayout, VECTOR_BYTES};
-use crate::attention::{BindError, Dispatch, Workspace, bind_group, check_binding, dispatch};
+use crate::attention::{BindError, Dispatch, Workspace, bind_group, dispatch, storage_bindings};
 use crate::batch::{Batch, BatchError};
 use crate::kernels::{KernelId, Kernels, LANES};
 use crate::plan::{PARAMS_BYTES, UploadError, plan_buffer};
@@ -189,12 +189,10 @@ impl Append {
             ("kv", source.kv, self.layout.bytes().max(16)),
             ("status", workspace.status().as_entire_buffer_binding(), STATUS_BYTES),
         ];
-        for (buffer, binding, needed) in &entries {
-            check_binding(&limits, buffer, binding, *needed)?;
-        }
+        let bindings = storage_bindings(&limits, entries)?;
         let dispatch = if groups > 0 { Some(dispatch(&limits, KernelId::Append, groups)?) } else { None };
         let params = wgpu::BufferBinding { buffer: &self.buffer, offset: 0, size: wgpu::BufferSize::new(PARAMS_BYTES) };
-        let resources = std::iter::once(params).chain(entries.into_iter().map(|(_, binding, _)| binding));
+        let resources = std::iter::once(params).chain(bindings);
         Ok(AppendCall {
             pipeline: kernels.pipeline(KernelId::Append).clone(),
             bindings: bind_group(device, kernels.append_layout(), resources),

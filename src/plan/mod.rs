@@ -324,3 +324,6 @@ impl WorkLists {
 fn count(what: &'static str, needed: u64) -> Result<u32, PlanError> {
     u32::try_from(needed).map_err(|_| PlanError::TooMany { what, needed, limit: u32::MAX.into() })
 }
+
+#[cfg(test)]
+mod tests;

@@ -64,6 +64,11 @@ impl Gpu {
         Ok((case, output))
     }
 
+    /// The adapter, for a test that opens a device of its own.
+    pub fn adapter(&self) -> &wgpu::Adapter {
+        &self.adapter
+    }
+
     /// A second runner on the same adapter.
     pub fn fresh_runner(&self) -> Runner {
         Runner::new(&self.adapter).unwrap()

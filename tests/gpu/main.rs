@@ -5,6 +5,7 @@
 // The short forms are allowed in test functions only; here the helpers belong to them.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
+mod api;
 mod attention;
 mod bound;
 mod common;

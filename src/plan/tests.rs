@@ -1,0 +1,233 @@
+//! The plan against a naive count of what there is to do.
+
+use std::collections::HashMap;
+
+use proptest::prelude::*;
+
+use super::{PARAMS_BYTES, Plan, state_bytes};
+use crate::batch::Batch;
+use crate::case::AttentionOptions;
+use crate::geometry::{Dtype, HeadGeometry, PageSize};
+use crate::kernels::{Processor, SPLIT_KEYS, Tiles};
+use crate::kv::KvLayout;
+
+/// A batch that owns its tensors.
+#[derive(Clone, Debug)]
+struct Owned {
+    geometry: HeadGeometry,
+    processor: Processor,
+    causal: bool,
+    prefill_split_keys: u32,
+    page_size: PageSize,
+    page_count: u32,
+    /// `(q_len, kv_len, page ids)` of each sequence.
+    seqs: Vec<(u32, u32, Vec<u32>)>,
+}
+
+impl Owned {
+    fn tiles(&self) -> Tiles {
+        let tiles = Tiles::new(&self.geometry, self.processor);
+        // Short enough for prompts of a test to be split.
+        Tiles { prefill_split_keys: self.prefill_split_keys.min(tiles.prefill_split_keys), ..tiles }
+    }
+
+    fn options(&self) -> AttentionOptions {
+        AttentionOptions::new(&self.geometry).with_causal(self.causal)
+    }
+
+    fn plan(&self) -> Plan {
+        let layout = KvLayout::new(self.geometry, Dtype::F16, self.page_size, self.page_count).unwrap();
+        let sums = |length: fn(&(u32, u32, Vec<u32>)) -> u32| {
+            let ends = self.seqs.iter().scan(0, |sum, seq| {
+                *sum += length(seq);
+                Some(*sum)
+            });
+            std::iter::once(0).chain(ends).collect::<Vec<u32>>()
+        };
+        let page_ids = self.seqs.iter().flat_map(|(.., pages)| pages.iter().copied()).collect::<Vec<_>>();
+        let kv_len = self.seqs.iter().map(|(_, kv_len, _)| *kv_len).collect::<Vec<_>>();
+        let batch = Batch {
+            q_indptr: &sums(|seq| seq.0),
+            page_indptr: &sums(|seq| seq.2.len() as u32),
+            page_ids: &page_ids,
+            kv_len: &kv_len,
+        };
+        Plan::new(&batch, &layout, &self.options(), &self.tiles()).unwrap()
+    }
+}
+
+/// Sequences around the sizes at which something changes: rows of a tile, keys of a split, the choice of the kernel.
+fn batch() -> impl Strategy<Value = Owned> {
+    let q_len = prop_oneof![Just(1_u32), Just(0), 2_u32..20, 14_u32..70, 100_u32..300];
+    let kv_len = prop_oneof![Just(0_u32), 1_u32..40, 250_u32..260, 500_u32..520, 0_u32..3000];
+    let heads = (1_u32..5, prop_oneof![1_u32..5, 5_u32..40], 1_u32..257, 1_u32..257);
+    let processor = prop_oneof![Just(Processor::Gpu), Just(Processor::Cpu)];
+    let lengths = prop::collection::vec((q_len, kv_len, 0_u32..3), 0..9);
+    let prefill_split_keys = prop_oneof![Just(u32::MAX), Just(128), Just(1024)];
+    let others = (any::<bool>(), prefill_split_keys, 1_u32..70, any::<u32>());
+    (lengths, heads, processor, others).prop_map(
+        |(lengths, (kv_heads, group, head_dim, v_head_dim), processor, others)| {
+            let (causal, prefill_split_keys, page_size, seed) = others;
+            let geometry = HeadGeometry::with_v_head_dim(kv_heads * group, kv_heads, head_dim, v_head_dim).unwrap();
+            let page_size = PageSize::new(page_size).unwrap();
+            let page_count = 50;
+            let mut page = seed;
+            let seqs = lengths
+                .into_iter()
+                .map(|(q_len, kv_len, surplus)| {
+                    let pages = (0..page_size.pages_for(kv_len) + surplus).map(|_| {
+                        // Any ids will do, shared ones included.
+                        page = page.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                        (page >> 16) % page_count
+                    });
+                    (q_len, kv_len, pages.collect())
+                })
+                .collect();
+            Owned { geometry, processor, causal, prefill_split_keys, page_size, page_count, seqs }
+        },
+    )
+}
+
+/// Words `[sequence, first row, first key, key end]` of a list of `groups` workgroups.
+fn items(plan: &Plan, start: u32, groups: u32) -> Vec<[u32; 4]> {
+    let count = groups / plan.params.kv_heads;
+    assert_eq!(groups, count * plan.params.kv_heads, "every item once per KV head");
+    let words = &plan.words[start as usize..(start + 4 * count) as usize];
+    words.chunks_exact(4).map(|item| item.try_into().unwrap()).collect()
+}
+
+/// What happens to each row of a plan's sequences: the key ranges that workgroups take it through, and merges.
+#[derive(Default)]
+struct Row {
+    prefill: Vec<(u32, u32)>,
+    decode: Vec<(u32, u32)>,
+    merges: u32,
+}
+
+fn check(batch: &Owned) {
+    let (plan, tiles, options) = (batch.plan(), batch.tiles(), batch.options());
+    let (params, group) = (&plan.params, batch.geometry.group());
+    let lists = [
+        (items(&plan, params.prefill_items, params.prefill_groups), tiles.prefill_rows()),
+        (items(&plan, params.decode_items, params.decode_groups), tiles.decode_rows),
+        (items(&plan, params.merge_items, params.merge_groups), tiles.merge_rows),
+    ];
+    // The parts follow one another, and nothing is left over.
+    let mut end = 6 * batch.seqs.len() as u32;
+    let starts = [params.prefill_items, params.decode_items, params.merge_items, params.page_ids];
+    for (i, start) in starts.into_iter().enumerate() {
+        assert_eq!(start, end);
+        end += lists.get(i).map_or(0, |(items, _)| 4 * items.len() as u32);
+    }
+    let page_ids: Vec<u32> = batch.seqs.iter().flat_map(|(.., pages)| pages.iter().copied()).collect();
+    assert_eq!(plan.words[end as usize..], page_ids);
+    assert_eq!(plan.device_bytes(), PARAMS_BYTES + 4 * (plan.words.len().max(1) as u64));
+    assert_eq!(plan.total_q(), batch.seqs.iter().map(|seq| seq.0).sum::<u32>());
+    // Heavy work first.
+    assert!(lists[0].0.is_sorted_by_key(|item| std::cmp::Reverse(item[3] - item[2])));
+
+    let mut rows: HashMap<(u32, u32), Row> = HashMap::new();
+    for (kind, (items, tile_rows)) in lists.iter().enumerate() {
+        for &[seq, first_row, key_begin, key_end] in items {
+            let (q_len, kv_len, _) = &batch.seqs[seq as usize];
+            let row_count = q_len * group;
+            assert!(first_row < row_count && key_begin <= key_end && key_end <= *kv_len);
+            for row in first_row..(first_row + tile_rows).min(row_count) {
+                let row = rows.entry((seq, row)).or_default();
+                match kind {
+                    0 => row.prefill.push((key_begin, key_end)),
+                    1 => row.decode.push((key_begin, key_end)),
+                    _ => row.merges += 1,
+                }
+            }
+        }
+    }
+
+    let (mut q_begin, mut page_begin, mut states) = (0, 0, 0);
+    for (seq, (q_len, kv_len, pages)) in (0_u32..).zip(&batch.seqs) {
+        let decodes = *q_len == 1 || q_len * group <= 16;
+        let split_keys = if decodes { SPLIT_KEYS } else { tiles.prefill_split_keys };
+        let splits = kv_len.div_ceil(split_keys).max(1);
+        let record = [q_begin, *q_len, *kv_len, page_begin, states, splits];
+        assert_eq!(plan.words[6 * seq as usize..][..6], record);
+        q_begin += q_len;
+        page_begin += pages.len() as u32;
+        if splits > 1 {
+            states += splits * q_len * group * batch.geometry.kv_heads();
+        }
+        assert_eq!(plan.chains()[seq as usize], tiles.chains(&batch.geometry, *q_len, *kv_len));
+        for row in 0..q_len * group {
+            let visible = options.visible_keys(*q_len, *kv_len, row / group);
+            let Row { prefill, decode, merges } = rows.remove(&(seq, row)).expect("a row that nobody works on");
+            let (mut found, other) = if decodes { (decode, prefill) } else { (prefill, decode) };
+            assert!(other.is_empty());
+            found.sort_unstable();
+            // Not a key more than the last row of a prefill tile sees; a decode takes all.
+            let tile = row / tiles.prefill_rows() * tiles.prefill_rows();
+            let last = (tile + tiles.prefill_rows()).min(q_len * group) - 1;
+            let end = if decodes { *kv_len } else { options.visible_keys(*q_len, *kv_len, last / group) };
+            assert!(visible <= end);
+            // One range per split, from multiples of the split on, without gap or overlap: each visible key once.
+            let expected = (0..splits).map(|split| {
+                let begin = split * split_keys;
+                (begin, end.min(begin.saturating_add(split_keys)).max(begin))
+            });
+            assert_eq!(found, expected.collect::<Vec<_>>());
+            assert_eq!(merges, u32::from(splits > 1), "merged once, and only what was split");
+        }
+    }
+    assert!(rows.is_empty(), "work on rows that do not exist");
+    assert_eq!(plan.workspace_bytes(), u64::from(states) * state_bytes(&tiles));
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn every_row_meets_every_visible_key_once(batch in batch()) {
+        check(&batch);
+    }
+
+    #[test]
+    fn the_same_batch_gives_the_same_plan(batch in batch()) {
+        prop_assert_eq!(batch.plan(), batch.clone().plan());
+    }
+
+    /// Neighbours and their order change nothing for a sequence: the same items, splits and chains.
+    #[test]
+    fn a_sequence_is_planned_alike_in_every_batch(batch in batch(), turn in 0_usize..9) {
+        let mut turned = batch.clone();
+        if !turned.seqs.is_empty() {
+            let turn = turn % turned.seqs.len();
+            turned.seqs.rotate_left(turn);
+        }
+        turned.seqs.reverse();
+        let (plan, other) = (batch.plan(), turned.plan());
+        prop_assert_eq!(plan.workspace_bytes(), other.workspace_bytes());
+        let alone = |seq: &(u32, u32, Vec<u32>)| Owned { seqs: vec![seq.clone()], ..batch.clone() }.plan();
+        for (batch, plan) in [(&batch, &plan), (&turned, &other)] {
+            for (index, seq) in batch.seqs.iter().enumerate() {
+                prop_assert_eq!(of_sequence(plan, index), of_sequence(&alone(seq), 0));
+            }
+        }
+    }
+}
+
+/// All that a plan says of one sequence, but for where its rows, pages and states lie.
+fn of_sequence(plan: &Plan, index: usize) -> (Vec<u32>, [Vec<[u32; 3]>; 3], crate::Chains) {
+    let record = &plan.words[6 * index..][..6];
+    let (page_begin, params) = (record[3] as usize, &plan.params);
+    let pages = params.page_ids as usize + page_begin;
+    let first_page = plan.words.get(pages).copied().filter(|_| record[2] > 0);
+    let numbers = [record[1], record[2], record[5]].into_iter().chain(first_page).collect();
+    let lists = [
+        (params.prefill_items, params.prefill_groups),
+        (params.decode_items, params.decode_groups),
+        (params.merge_items, params.merge_groups),
+    ]
+    .map(|(start, groups)| {
+        let own = items(plan, start, groups).into_iter().filter(|item| item[0] == index as u32);
+        own.map(|[_, first_row, key_begin, key_end]| [first_row, key_begin, key_end]).collect()
+    });
+    (numbers, lists, plan.chains()[index])
+}

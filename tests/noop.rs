@@ -1,0 +1,599 @@
+//! What shows without any adapter: wgpu's `noop` backend checks layouts, limits and recording, and computes nothing.
+// The short forms are allowed in test functions only; here the helpers belong to them.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+
+use std::io::Write as _;
+use std::time::Instant;
+
+use paged_attention::kernels::{KernelConfig, KernelId, Kernels, Processor, SPLIT_KEYS};
+use paged_attention::{
+    Append, AppendError, AppendPlan, AppendSource, Attention, AttentionConfig, AttentionIo, AttentionOptions, Batch,
+    BatchError, BindError, BuildError, DevicePlan, Dtype, HeadGeometry, KvLayout, LayoutError, PageSize, Plan,
+    PlanError, Workspace, wgpu,
+};
+
+/// A device of no features and these limits. An error that no scope catches is a panic.
+fn device(limits: wgpu::Limits) -> (wgpu::Device, wgpu::Queue, wgpu::AdapterInfo) {
+    let mut descriptor = wgpu::InstanceDescriptor::new_without_display_handle();
+    descriptor.backends = wgpu::Backends::NOOP;
+    descriptor.backend_options.noop = wgpu::NoopBackendOptions {
+        enable: true,
+        limits: Some(limits.clone()),
+        features: Some(wgpu::Features::empty()),
+        ..wgpu::NoopBackendOptions::default()
+    };
+    let instance = wgpu::Instance::new(descriptor);
+    let adapter = pollster::block_on(instance.request_adapter(&wgpu::RequestAdapterOptions::default())).unwrap();
+    assert_eq!(adapter.get_info().backend, wgpu::Backend::Noop);
+    let descriptor = wgpu::DeviceDescriptor { required_limits: limits, ..wgpu::DeviceDescriptor::default() };
+    let (device, queue) = pollster::block_on(adapter.request_device(&descriptor)).unwrap();
+    (device, queue, adapter.get_info())
+}
+
+fn layout(geometry: HeadGeometry, dtype: Dtype, page_size: u32, page_count: u32) -> KvLayout {
+    KvLayout::new(geometry, dtype, PageSize::new(page_size).unwrap(), page_count).unwrap()
+}
+
+fn config(geometry: HeadGeometry, dtype: Dtype, page_size: u32, page_count: u32) -> AttentionConfig {
+    AttentionConfig {
+        q: dtype,
+        out: Dtype::F32,
+        layout: layout(geometry, dtype, page_size, page_count),
+        options: AttentionOptions::new(&geometry).with_causal(true),
+    }
+}
+
+fn storage(device: &wgpu::Device, size: u64) -> wgpu::Buffer {
+    device.create_buffer(&wgpu::BufferDescriptor {
+        label: None,
+        size,
+        usage: wgpu::BufferUsages::STORAGE,
+        mapped_at_creation: false,
+    })
+}
+
+fn binding(buffer: &wgpu::Buffer, offset: u64, size: u64) -> wgpu::BufferBinding<'_> {
+    wgpu::BufferBinding { buffer, offset, size: wgpu::BufferSize::new(size) }
+}
+
+/// Past the capture of the test harness.
+fn say(line: &str) {
+    // Nobody may be watching.
+    let _ = writeln!(std::io::stderr(), "{line}");
+}
+
+/// One application on a noop device: attention, a plan with all three kernels, and buffers of exactly the bytes needed.
+struct App {
+    device: wgpu::Device,
+    queue: wgpu::Queue,
+    attention: Attention,
+    plan: Plan,
+    device_plan: DevicePlan,
+    workspace: Workspace,
+    buffers: [wgpu::Buffer; 4],
+}
+
+const NAMES: [&str; 4] = ["q", "kv", "out", "lse"];
+/// A prompt of 40, a decode of 300 keys in two splits: 41 rows, 4 query heads over 2, dimension 20 padded to 24.
+const Q_INDPTR: [u32; 3] = [0, 40, 41];
+const PAGE_INDPTR: [u32; 3] = [0, 3, 22];
+const KV_LEN: [u32; 3 - 1] = [40, 300];
+const PAGE_COUNT: u32 = 22;
+
+fn with_mixed_batch<T>(work: impl FnOnce(&Batch<'_>) -> T) -> T {
+    let page_ids: Vec<u32> = (0..PAGE_COUNT).rev().collect();
+    work(&Batch { q_indptr: &Q_INDPTR, page_indptr: &PAGE_INDPTR, page_ids: &page_ids, kv_len: &KV_LEN })
+}
+
+/// Bytes of `NAMES`: `[41, 4, 24]` in f16, 22 pages of 16 slots, 2 heads, keys and values, `[41, 4, 24]` and `[41, 4]`
+/// in f32.
+const NEEDED: [u64; 4] = [41 * 4 * 24 * 2, 22 * 16 * 2 * 2 * 24 * 2, 41 * 4 * 24 * 4, 41 * 4 * 4];
+
+impl App {
+    fn new(limits: wgpu::Limits) -> Self {
+        let (device, queue, info) = device(limits);
+        let config = config(HeadGeometry::new(4, 2, 20).unwrap(), Dtype::F16, 16, PAGE_COUNT);
+        let attention = pollster::block_on(Attention::new(&device, &info, &config)).unwrap();
+        let plan = with_mixed_batch(|batch| attention.plan(batch)).unwrap();
+        assert!(plan.workgroups().iter().all(|(_, groups)| *groups > 0));
+        let device_plan = DevicePlan::upload(&device, &plan).unwrap();
+        let workspace = Workspace::new(&device, plan.workspace_bytes());
+        let buffers = NEEDED.map(|bytes| storage(&device, bytes));
+        Self { device, queue, attention, plan, device_plan, workspace, buffers }
+    }
+
+    fn io(&self) -> AttentionIo<'_> {
+        let [q, kv, out, lse] = self.buffers.each_ref().map(|buffer| buffer.as_entire_buffer_binding());
+        AttentionIo { q, kv, out, lse }
+    }
+
+    /// With one of the bindings replaced.
+    fn bind(&self, name: &str, with: wgpu::BufferBinding<'_>) -> Result<(), BindError> {
+        let mut io = self.io();
+        match name {
+            "q" => io.q = with,
+            "kv" => io.kv = with,
+            "out" => io.out = with,
+            _ => io.lse = with,
+        }
+        self.attention.bind(&self.device, &self.device_plan, io, &self.workspace).map(|_| ())
+    }
+}
+
+fn too_small(buffer: &'static str, found: u64, needed: u64) -> Result<(), BindError> {
+    Err(BindError::TooSmall { buffer, found, needed })
+}
+
+#[test]
+fn buffers_that_are_too_small() {
+    let app = App::new(wgpu::Limits::default());
+    app.attention.bind(&app.device, &app.device_plan, app.io(), &app.workspace).unwrap();
+    for (name, needed) in NAMES.into_iter().zip(NEEDED) {
+        let large = storage(&app.device, needed + 512);
+        // By the binding's size, by what is left of the buffer, and past its end.
+        assert_eq!(app.bind(name, binding(&large, 256, needed - 4)), too_small(name, needed - 4, needed));
+        let rest = wgpu::BufferBinding { buffer: &large, offset: 768, size: None };
+        assert_eq!(app.bind(name, rest), too_small(name, needed - 256, needed));
+        assert_eq!(app.bind(name, binding(&large, 1 << 40, needed)), too_small(name, 0, needed));
+        // Exactly enough, at the start and at an offset.
+        assert_eq!(app.bind(name, binding(&large, 0, needed)), Ok(()));
+        assert_eq!(app.bind(name, binding(&large, 512, needed)), Ok(()));
+    }
+    // 2 splits of 2 KV heads and 2 rows, each a state of 7 vectors.
+    let needed = app.plan.workspace_bytes();
+    assert_eq!(needed, 2 * 2 * 2 * 7 * 16);
+    for bytes in [0, 16, needed - 16] {
+        let workspace = Workspace::new(&app.device, bytes);
+        let error = app.attention.bind(&app.device, &app.device_plan, app.io(), &workspace).map(|_| ());
+        assert_eq!(error, too_small("workspace", bytes.max(16), needed));
+    }
+    let roomy = Workspace::new(&app.device, 10 * needed);
+    app.attention.bind(&app.device, &app.device_plan, app.io(), &roomy).unwrap();
+}
+
+/// A caller may bind a large arena from an offset on, or say a size that is no multiple of 4 or ends past the buffer:
+/// what counts is that the bytes needed are there.
+#[test]
+fn bindings_that_hold_more_than_needed() {
+    let app = App::new(wgpu::Limits { max_storage_buffer_binding_size: 1 << 17, ..wgpu::Limits::default() });
+    for (name, needed) in NAMES.into_iter().zip(NEEDED) {
+        let odd = storage(&app.device, 512 + needed + 3);
+        for size in [needed + 1, needed + 3, needed + 100, u64::MAX] {
+            assert_eq!(app.bind(name, binding(&odd, 512, size)), Ok(()), "{name}, {size}");
+        }
+        assert_eq!(app.bind(name, wgpu::BufferBinding { buffer: &odd, offset: 512, size: None }), Ok(()));
+        let arena = storage(&app.device, 1 << 20);
+        assert_eq!(app.bind(name, wgpu::BufferBinding { buffer: &arena, offset: 256, size: None }), Ok(()));
+    }
+}
+
+/// What the documentation of `AttentionIo` says of one buffer for several tensors.
+#[test]
+fn tensors_that_share_a_buffer() {
+    let app = App::new(wgpu::Limits::default());
+    let [q, kv, out, lse] = NEEDED;
+    let arena = storage(&app.device, 1 << 20);
+    let record = |io: AttentionIo<'_>| {
+        let call = app.attention.bind(&app.device, &app.device_plan, io, &app.workspace).unwrap();
+        let scope = app.device.push_error_scope(wgpu::ErrorFilter::Validation);
+        let mut encoder = app.device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
+        app.attention.encode(&mut encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default()), &call);
+        let _commands = encoder.finish();
+        pollster::block_on(scope.pop()).is_none()
+    };
+    let part = |place: u64, size| binding(&arena, place << 18, size);
+    assert!(record(AttentionIo { q: part(0, q), kv: part(1, kv), ..app.io() }));
+    assert!(record(AttentionIo { out: part(0, out), lse: part(1, lse), ..app.io() }));
+    assert!(!record(AttentionIo { q: part(0, q), out: part(1, out), ..app.io() }));
+    assert!(!record(AttentionIo { kv: part(0, kv), lse: part(1, lse), ..app.io() }));
+}
+
+#[test]
+fn bindings_that_the_device_does_not_allow() {
+    // All of it fits but the pages; the buffers themselves may be larger than a binding.
+    let [q, kv, ..] = NEEDED;
+    let limits = wgpu::Limits { max_storage_buffer_binding_size: kv - 4, ..wgpu::Limits::default() };
+    let app = App::new(limits.clone());
+    let error = app.attention.bind(&app.device, &app.device_plan, app.io(), &app.workspace).map(|_| ());
+    assert_eq!(error, Err(BindError::TooLarge { buffer: "kv", found: kv - 4, needed: kv }));
+    let config = app.attention.config();
+    assert_eq!(
+        config.layout.create_buffer(&app.device).map(|_| ()),
+        Err(LayoutError::Binding { needed: kv, found: kv - 4 })
+    );
+    let small = App::new(wgpu::Limits { max_storage_buffer_binding_size: 4096, ..limits });
+    let error = small.attention.bind(&small.device, &small.device_plan, small.io(), &small.workspace).map(|_| ());
+    assert_eq!(error, Err(BindError::TooLarge { buffer: "q", found: 4096, needed: q }));
+    // A buffer limit below the binding limit counts as well.
+    let limits = wgpu::Limits { max_buffer_size: kv - 16, ..wgpu::Limits::default() };
+    assert_eq!(
+        config.layout.create_buffer(&device(limits).0).map(|_| ()),
+        Err(LayoutError::Binding { needed: kv, found: kv - 16 })
+    );
+}
+
+#[test]
+fn offsets_that_are_not_aligned() {
+    for alignment in [256, 32] {
+        let limits = wgpu::Limits { min_storage_buffer_offset_alignment: alignment, ..wgpu::Limits::default() };
+        let app = App::new(limits);
+        for (name, needed) in NAMES.into_iter().zip(NEEDED) {
+            let large = storage(&app.device, needed + 512);
+            let unaligned = |found| Err(BindError::Unaligned { buffer: name, found, needed: alignment.into() });
+            for offset in [4, 16, 31, 257, 300] {
+                assert_eq!(app.bind(name, binding(&large, offset, needed)), unaligned(offset));
+            }
+            let expected = if alignment == 32 { Ok(()) } else { unaligned(32) };
+            assert_eq!(app.bind(name, binding(&large, 32, needed)), expected);
+        }
+    }
+}
+
+#[test]
+fn a_plan_for_another_pool() {
+    let app = App::new(wgpu::Limits::default());
+    let geometry = *app.attention.config().layout.geometry();
+    for layout in [
+        layout(geometry, Dtype::F16, 16, PAGE_COUNT + 1),
+        layout(geometry, Dtype::F16, 8, PAGE_COUNT),
+        // Twice the heads in the same group: the same pipelines, another pool.
+        layout(HeadGeometry::new(8, 4, 20).unwrap(), Dtype::F16, 16, PAGE_COUNT),
+    ] {
+        let config = AttentionConfig { layout, ..*app.attention.config() };
+        let other = Attention::with_kernels(app.attention.kernels().clone(), &config).unwrap();
+        let error = other.bind(&app.device, &app.device_plan, app.io(), &app.workspace).map(|_| ());
+        assert_eq!(error, Err(BindError::OtherLayout));
+    }
+}
+
+#[test]
+fn more_workgroups_than_three_axes_hold() {
+    let groups = App::new(wgpu::Limits::default()).plan.workgroups();
+    let mut refused = Vec::new();
+    for axis_max in 1.. {
+        let limits = wgpu::Limits { max_compute_workgroups_per_dimension: axis_max, ..wgpu::Limits::default() };
+        let app = App::new(limits);
+        let bound = app.attention.bind(&app.device, &app.device_plan, app.io(), &app.workspace).map(|_| ());
+        // The first kernel that does not fit is named.
+        let Some((kernel, needed)) = groups.into_iter().find(|(_, groups)| *groups > axis_max.pow(3)) else {
+            assert_eq!(bound, Ok(()));
+            break;
+        };
+        let kernel = kernel.entry_point();
+        assert_eq!(bound, Err(BindError::TooManyWorkgroups { kernel, needed, axis_max }));
+        refused.push(kernel);
+    }
+    assert!(!refused.is_empty());
+}
+
+#[test]
+fn appends_that_cannot_be_bound() {
+    let app = App::new(wgpu::Limits::default());
+    let layout = app.attention.config().layout;
+    // The 41 last tokens; 3 vectors per key row and per value row, 2 heads.
+    let plan = with_mixed_batch(|batch| AppendPlan::new(&layout, batch)).unwrap();
+    assert_eq!(plan.tokens(), 41);
+    let append = Append::upload(&app.device, &layout, &plan).unwrap();
+    let needed = [("k", 41 * 2 * 3 * 16), ("v", 41 * 2 * 3 * 16), ("kv", NEEDED[1])];
+    let buffers = needed.map(|(_, bytes)| storage(&app.device, bytes + 256));
+    let bind = |name: &str, with: wgpu::BufferBinding<'_>| {
+        let [mut k, mut v, mut kv] = buffers.each_ref().map(|buffer| buffer.as_entire_buffer_binding());
+        match name {
+            "k" => k = with,
+            "v" => v = with,
+            _ => kv = with,
+        }
+        append.bind(&app.device, app.attention.kernels(), AppendSource { k, v, kv }, &app.workspace)
+    };
+    for ((name, needed), buffer) in needed.into_iter().zip(&buffers) {
+        let error = |with| bind(name, with).map(|_| ());
+        assert_eq!(error(binding(buffer, 0, needed)), Ok(()));
+        assert_eq!(error(binding(buffer, 256, u64::MAX)), Ok(()));
+        assert_eq!(error(binding(buffer, 0, needed - 16)), too_small(name, needed - 16, needed));
+        assert_eq!(error(binding(buffer, 512, needed)), too_small(name, needed - 256, needed));
+        let unaligned = Err(BindError::Unaligned { buffer: name, found: 16, needed: 256 });
+        assert_eq!(error(binding(buffer, 16, needed)), unaligned);
+    }
+    // 41 tokens * 2 heads * 6 vectors over 64 lanes.
+    let groups = (41_u32 * 2 * 6).div_ceil(64);
+    assert_eq!(bind("k", binding(&buffers[0], 0, needed[0].1)).unwrap().workgroups(), groups);
+    let small = App::new(wgpu::Limits { max_compute_workgroups_per_dimension: 1, ..wgpu::Limits::default() });
+    let append = Append::upload(&small.device, &layout, &plan).unwrap();
+    let buffers = needed.map(|(_, bytes)| storage(&small.device, bytes));
+    let [k, v, kv] = buffers.each_ref().map(|buffer| buffer.as_entire_buffer_binding());
+    let source = AppendSource { k, v, kv };
+    assert_eq!(
+        append.bind(&small.device, small.attention.kernels(), source, &small.workspace).map(|_| ()),
+        Err(BindError::TooManyWorkgroups { kernel: "append", needed: groups, axis_max: 1 })
+    );
+}
+
+#[test]
+fn kernels_that_cannot_be_built() {
+    let geometry = HeadGeometry::new(4, 2, 20).unwrap();
+    let kernel_config =
+        KernelConfig { geometry, q: Dtype::F16, kv: Dtype::F16, out: Dtype::F32, processor: Processor::Gpu };
+    let build = |limits, config: &KernelConfig| pollster::block_on(Kernels::new(&device(limits).0, config)).map(|_| ());
+    let default = wgpu::Limits::default;
+    assert_eq!(build(default(), &kernel_config), Ok(()));
+    let bf16 = KernelConfig { out: Dtype::Bf16, ..kernel_config };
+    assert_eq!(build(default(), &bf16), Err(BuildError::OutDtype { found: Dtype::Bf16 }));
+
+    let decode_bytes = KernelId::Decode.workgroup_bytes(&kernel_config);
+    for (limits, kernel, limit, found, needed) in [
+        (
+            wgpu::Limits { max_compute_workgroup_storage_size: decode_bytes - 1, ..default() },
+            "decode",
+            "max_compute_workgroup_storage_size",
+            decode_bytes - 1,
+            decode_bytes,
+        ),
+        (
+            wgpu::Limits { max_compute_invocations_per_workgroup: 63, ..default() },
+            "prefill",
+            "max_compute_invocations_per_workgroup",
+            63,
+            64,
+        ),
+        (
+            wgpu::Limits { max_compute_workgroup_size_x: 32, ..default() },
+            "prefill",
+            "max_compute_workgroup_size_x",
+            32,
+            64,
+        ),
+        (
+            wgpu::Limits { max_storage_buffers_per_shader_stage: 6, ..default() },
+            "prefill",
+            "max_storage_buffers_per_shader_stage",
+            6,
+            7,
+        ),
+    ] {
+        let (found, needed) = (found.into(), needed.into());
+        assert_eq!(build(limits, &kernel_config), Err(BuildError::Limit { kernel, limit, found, needed }));
+    }
+    // Exactly what is needed.
+    let enough = wgpu::Limits {
+        max_compute_workgroup_storage_size: decode_bytes,
+        max_compute_invocations_per_workgroup: 64,
+        max_compute_workgroup_size_x: 64,
+        max_storage_buffers_per_shader_stage: 7,
+        ..default()
+    };
+    assert_eq!(build(enough, &kernel_config), Ok(()));
+
+    // Kernels of another configuration; head counts of the same ratio are the same configuration.
+    let (device, ..) = device(default());
+    let kernels = pollster::block_on(Kernels::new(&device, &kernel_config)).unwrap();
+    let with = |config: &AttentionConfig| Attention::with_kernels(kernels.clone(), config).map(|_| ());
+    let same = config(HeadGeometry::new(16, 8, 20).unwrap(), Dtype::F16, 3, 7);
+    assert_eq!(with(&same), Ok(()));
+    for other in [
+        AttentionConfig { q: Dtype::F32, ..same },
+        AttentionConfig { out: Dtype::F16, ..same },
+        config(HeadGeometry::new(16, 16, 20).unwrap(), Dtype::F16, 3, 7),
+        config(HeadGeometry::new(16, 8, 24).unwrap(), Dtype::F16, 3, 7),
+        config(HeadGeometry::with_v_head_dim(16, 8, 20, 24).unwrap(), Dtype::F16, 3, 7),
+    ] {
+        let needed = Box::new(other.kernels(Processor::Gpu));
+        assert_eq!(with(&other), Err(BuildError::OtherConfig { found: Box::new(kernel_config), needed }));
+    }
+}
+
+/// The shapes of kernels at the ends of what is supported, made with WebGPU's default limits and no feature; then one
+/// application that appends and attends, of which wgpu validates every command.
+#[test]
+fn base_kernels_need_default_limits_and_no_features() {
+    let (device, _, info) = device(wgpu::Limits::default());
+    assert!(device.features().is_empty());
+    for processor in [Processor::Gpu, Processor::Cpu] {
+        for (q_heads, kv_heads, head_dim, v_head_dim) in
+            [(2, 2, 64, 64), (8, 1, 128, 128), (9, 1, 59, 111), (71, 1, 256, 256), (1, 1, 1, 256), (64, 8, 256, 1)]
+        {
+            for (q, kv, out) in [
+                (Dtype::F32, Dtype::F32, Dtype::F32),
+                (Dtype::F16, Dtype::F16, Dtype::F16),
+                (Dtype::Bf16, Dtype::F16, Dtype::F32),
+            ] {
+                let geometry = HeadGeometry::with_v_head_dim(q_heads, kv_heads, head_dim, v_head_dim).unwrap();
+                let config = KernelConfig { geometry, q, kv, out, processor };
+                pollster::block_on(Kernels::new(&device, &config)).unwrap();
+            }
+        }
+    }
+    assert_eq!(info.backend, wgpu::Backend::Noop);
+
+    let app = App::new(wgpu::Limits::default());
+    let layout = app.attention.config().layout;
+    let plan = with_mixed_batch(|batch| AppendPlan::new(&layout, batch)).unwrap();
+    let append = Append::upload(&app.device, &layout, &plan).unwrap();
+    let new_rows = [(); 2].map(|()| storage(&app.device, 41 * 2 * 3 * 16));
+    let [k, v] = new_rows.each_ref().map(|buffer| buffer.as_entire_buffer_binding());
+    let source = AppendSource { k, v, kv: app.buffers[1].as_entire_buffer_binding() };
+    let append = append.bind(&app.device, app.attention.kernels(), source, &app.workspace).unwrap();
+    let call = app.attention.bind(&app.device, &app.device_plan, app.io(), &app.workspace).unwrap();
+    let mut encoder = app.device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
+    {
+        let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
+        append.encode(&mut pass);
+        app.attention.encode(&mut pass, &call);
+    }
+    app.queue.submit([encoder.finish()]);
+}
+
+/// Recording takes no device, so it cannot make anything; and it is quick.
+#[test]
+fn recording_is_quick() {
+    let app = App::new(wgpu::Limits::default());
+    let call = app.attention.bind(&app.device, &app.device_plan, app.io(), &app.workspace).unwrap();
+    let mut milliseconds: Vec<f64> = (0..15)
+        .map(|_| {
+            let mut encoder = app.device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
+            let start = Instant::now();
+            {
+                let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
+                for _ in 0..1000 {
+                    app.attention.encode(&mut pass, &call);
+                }
+            }
+            // wgpu checks a pass where it ends.
+            let _commands = encoder.finish();
+            start.elapsed().as_secs_f64() * 1e3
+        })
+        .collect();
+    milliseconds.sort_by(f64::total_cmp);
+    let median = milliseconds[milliseconds.len() / 2];
+    say(&format!("encode: 1,000 calls of 3 dispatches in {median:.2} ms (median)"));
+    // Hundreds of times what it takes: only that nothing large creeps in.
+    assert!(median < 500.0, "{median} ms");
+}
+
+/// A whole prefill takes no scratch, and its plan grows with the prompt, not with its square.
+#[test]
+fn prefill_memory_grows_linearly() {
+    let (device, ..) = device(wgpu::Limits::default());
+    for processor in [Processor::Gpu, Processor::Cpu] {
+        let config = config(HeadGeometry::new(8, 8, 64).unwrap(), Dtype::F16, 16, 512);
+        let kernels = pollster::block_on(Kernels::new(&device, &config.kernels(processor))).unwrap();
+        let attention = Attention::with_kernels(kernels, &config).unwrap();
+        let page_ids: Vec<u32> = (0..512).collect();
+        let mut bytes = [1024_u32, 2048, 4096, 8192].map(|tokens| {
+            let pages = tokens / 16;
+            let plan = attention
+                .plan(&Batch {
+                    q_indptr: &[0, tokens],
+                    page_indptr: &[0, pages],
+                    page_ids: &page_ids[..pages as usize],
+                    kv_len: &[tokens],
+                })
+                .unwrap();
+            let (workspace, plan) = (plan.workspace_bytes(), plan.device_bytes());
+            say(&format!(
+                "prefill of {tokens} tokens, 8 heads, {processor:?}: workspace {workspace}, plan {plan} bytes"
+            ));
+            assert_eq!(workspace, 0);
+            plan
+        });
+        // Less what a plan always has, doubling the tokens doubles the bytes.
+        let fixed = 2 * bytes[0] - bytes[1];
+        bytes.iter_mut().for_each(|bytes| *bytes -= fixed);
+        assert!(fixed < 400 && bytes.windows(2).all(|pair| pair[1] == 2 * pair[0]), "{fixed} + {bytes:?}");
+    }
+}
+
+fn order(tensor: &'static str, index: usize, found: u32, previous: u32) -> BatchError {
+    BatchError::Order { tensor, index, found, previous }
+}
+
+#[test]
+fn batches_that_cannot_be_planned() {
+    let (device, _, info) = device(wgpu::Limits::default());
+    let attention = |config: &AttentionConfig| pollster::block_on(Attention::new(&device, &info, config)).unwrap();
+    let small = attention(&config(HeadGeometry::new(2, 2, 8).unwrap(), Dtype::F16, 4, 3));
+    let good = Batch { q_indptr: &[0, 1, 3], page_indptr: &[0, 2, 3], page_ids: &[2, 0, 1], kv_len: &[8, 3] };
+    small.plan(&good).unwrap();
+    let length = |tensor, found| BatchError::Length {
+        tensor,
+        found,
+        needed: 3,
+        why: "one more than there are sequences in `kv_len`",
+    };
+    for (batch, expected) in [
+        (Batch { q_indptr: &[0, 1], ..good }, length("q_indptr", 2)),
+        (Batch { q_indptr: &[], ..good }, length("q_indptr", 0)),
+        (Batch { page_indptr: &[0, 2, 3, 3], ..good }, length("page_indptr", 4)),
+        (Batch { q_indptr: &[1, 1, 3], ..good }, BatchError::Start { tensor: "q_indptr", found: 1 }),
+        (Batch { q_indptr: &[0, 4, 3], ..good }, order("q_indptr", 2, 3, 4)),
+        (Batch { page_indptr: &[0, 2, 1], ..good }, order("page_indptr", 2, 1, 2)),
+        (
+            Batch { page_indptr: &[0, 2, 2], kv_len: &[8, 0], ..good },
+            BatchError::End { tensor: "page_indptr", found: 2, needed: 3 },
+        ),
+        (Batch { page_ids: &[2, 3, 1], ..good }, BatchError::PageId { index: 1, found: 3, page_count: 3 }),
+        (
+            Batch { kv_len: &[9, 3], ..good },
+            BatchError::PastPages { seq: 0, found: 9, pages: 2, page_size: 4, capacity: 8 },
+        ),
+        (
+            Batch { kv_len: &[8, u32::MAX], ..good },
+            BatchError::PastPages { seq: 1, found: u32::MAX, pages: 1, page_size: 4, capacity: 4 },
+        ),
+    ] {
+        assert_eq!(small.plan(&batch), Err(PlanError::Batch(expected.clone())));
+        assert_eq!(AppendPlan::new(&small.config().layout, &batch), Err(AppendError::Batch(expected)));
+    }
+
+    // Scales that are no finite f32 in units of log2.
+    for scale in [f64::NAN, f64::INFINITY, f64::MAX, -3e38] {
+        let options = small.config().options.with_scale(scale);
+        let scaled =
+            Attention::with_kernels(small.kernels().clone(), &AttentionConfig { options, ..*small.config() }).unwrap();
+        let error = scaled.plan(&good).unwrap_err();
+        assert!(matches!(error, PlanError::Scale { found } if found.to_bits() == scale.to_bits()), "{error}");
+    }
+
+    // Keys and rows past 32 bits: one page of 2^31 - 1 tokens, twice in the table.
+    let huge = config(HeadGeometry::new(1, 1, 8).unwrap(), Dtype::F16, i32::MAX as u32, 1);
+    let huge = attention(&huge);
+    let batch = Batch { q_indptr: &[0, 1], page_indptr: &[0, 2], page_ids: &[0, 0], kv_len: &[u32::MAX - 1] };
+    assert_eq!(huge.plan(&batch), Err(PlanError::TooLong { seq: 0, q_len: 1, kv_len: u32::MAX - 1 }));
+    let batch = Batch { q_indptr: &[0, 0, 7], page_indptr: &[0, 0, 2], kv_len: &[0, u32::MAX - 7], ..batch };
+    assert_eq!(huge.plan(&batch), Err(PlanError::TooLong { seq: 1, q_len: 7, kv_len: u32::MAX - 7 }));
+
+    // Rows whose elements pass 32-bit offsets: 2 vectors of f32 for each.
+    let rows = 1_u32 << 31;
+    let batch = Batch { q_indptr: &[0, rows], page_indptr: &[0, 0], page_ids: &[], kv_len: &[0] };
+    let limit = u64::from(u32::MAX);
+    assert_eq!(huge.plan(&batch), Err(PlanError::TooMany { what: "output vectors", needed: 1 << 32, limit }));
+
+    // Partial states: 4,096 splits of 16 rows and 1,024 KV heads, each of 65 vectors.
+    let wide = attention(&config(HeadGeometry::new(16_384, 1024, 256).unwrap(), Dtype::F16, 4096, 1));
+    let table = [0; 256];
+    let batch = Batch { q_indptr: &[0, 1], page_indptr: &[0, 256], page_ids: &table, kv_len: &[256 * 4096] };
+    let needed = (256 * 4096 / u64::from(SPLIT_KEYS)) * 16 * 1024 * 65;
+    assert_eq!(wide.plan(&batch), Err(PlanError::TooMany { what: "vectors of partial states", needed, limit }));
+}
+
+#[test]
+fn appends_that_cannot_be_planned() {
+    let layout_of =
+        |page_size, page_count| layout(HeadGeometry::new(2, 2, 8).unwrap(), Dtype::F16, page_size, page_count);
+    let small = layout_of(4, 3);
+    let good = Batch { q_indptr: &[0, 1, 3], page_indptr: &[0, 2, 3], page_ids: &[2, 0, 1], kv_len: &[8, 3] };
+    assert_eq!(AppendPlan::new(&small, &good).unwrap().tokens(), 3);
+    assert_eq!(
+        AppendPlan::new(&small, &Batch { q_indptr: &[0, 1, 5], ..good }),
+        Err(AppendError::TooMany { seq: 1, new: 4, kv_len: 3 })
+    );
+    // Position 7 of the one is slot 3 of page 0; so is position 3 of the other.
+    let shared = Batch { page_ids: &[2, 0, 0], kv_len: &[8, 4], ..good };
+    assert_eq!(AppendPlan::new(&small, &shared), Err(AppendError::SameSlot { page: 0, slot: 3 }));
+    // Sharing a page is no fault where only one writes to it, or both to slots of their own.
+    AppendPlan::new(&small, &Batch { q_indptr: &[0, 1, 1], ..shared }).unwrap();
+    AppendPlan::new(&small, &Batch { kv_len: &[8, 3], ..shared }).unwrap();
+
+    // 2^31 - 1 heads of two vectors: the kernel counts up to a group short of 2^32.
+    let heads = i32::MAX as u32;
+    let wide = layout(HeadGeometry::new(heads, heads, 8).unwrap(), Dtype::F16, 1, 1);
+    let batch = Batch { q_indptr: &[0, 1], page_indptr: &[0, 1], page_ids: &[0], kv_len: &[1] };
+    let (needed, limit) = (u64::from(u32::MAX) - 1, u64::from(u32::MAX) - 64);
+    assert_eq!(AppendPlan::new(&wide, &batch), Err(AppendError::TooLarge { needed, limit }));
+}
+
+#[test]
+fn pools_that_cannot_be_addressed() {
+    let geometry = HeadGeometry::new(8, 8, 128).unwrap();
+    let pool = |page_size, page_count| {
+        KvLayout::new(geometry, Dtype::F16, PageSize::new(page_size).unwrap(), page_count).map(|layout| layout.bytes())
+    };
+    // A page of 16 tokens: 8 heads, keys and values of 16 vectors.
+    let (page_bytes, limit) = (16 * 8 * 2 * 16 * 16, u64::from(u32::MAX) * 16);
+    assert_eq!(pool(16, 1_048_575), Ok(1_048_575 * page_bytes));
+    let needed = 1_048_576 * u128::from(page_bytes);
+    assert_eq!(pool(16, 1_048_576), Err(LayoutError::TooLarge { page_count: 1_048_576, page_bytes, needed, limit }));
+    let page_bytes = u64::from(u32::MAX) * 4096;
+    let needed = u128::from(u32::MAX) * u128::from(page_bytes);
+    let error = LayoutError::TooLarge { page_count: u32::MAX, page_bytes, needed, limit };
+    assert_eq!(pool(u32::MAX, u32::MAX), Err(error));
+}
