@@ -5,7 +5,7 @@
 use std::io::Write as _;
 use std::time::Instant;
 
-use paged_attention::kernels::{KernelConfig, KernelId, Kernels, Processor, SPLIT_KEYS};
+use paged_attention::kernels::{AdapterFacts, KernelConfig, KernelId, Kernels, SPLIT_KEYS, Variants};
 use paged_attention::{
     Append, AppendError, AppendPlan, AppendSource, Attention, AttentionConfig, AttentionIo, AttentionOptions, Batch,
     BatchError, BindError, BuildError, DevicePlan, Dtype, HeadGeometry, KvLayout, LayoutError, PageSize, Plan,
@@ -54,6 +54,11 @@ fn storage(device: &wgpu::Device, size: u64) -> wgpu::Buffer {
 
 fn binding(buffer: &wgpu::Buffer, offset: u64, size: u64) -> wgpu::BufferBinding<'_> {
     wgpu::BufferBinding { buffer, offset, size: wgpu::BufferSize::new(size) }
+}
+
+/// The variants that a GPU without subgroups gets.
+fn base(geometry: &HeadGeometry) -> Variants {
+    Variants::base(&AdapterFacts::PLAIN_GPU, geometry)
 }
 
 /// Past the capture of the test harness.
@@ -312,7 +317,7 @@ fn appends_that_cannot_be_bound() {
 fn kernels_that_cannot_be_built() {
     let geometry = HeadGeometry::new(4, 2, 20).unwrap();
     let kernel_config =
-        KernelConfig { geometry, q: Dtype::F16, kv: Dtype::F16, out: Dtype::F32, processor: Processor::Gpu };
+        KernelConfig { geometry, q: Dtype::F16, kv: Dtype::F16, out: Dtype::F32, variants: base(&geometry) };
     let build = |limits, config: &KernelConfig| pollster::block_on(Kernels::new(&device(limits).0, config)).map(|_| ());
     let default = wgpu::Limits::default;
     assert_eq!(build(default(), &kernel_config), Ok(()));
@@ -376,7 +381,7 @@ fn kernels_that_cannot_be_built() {
         config(HeadGeometry::new(16, 8, 24).unwrap(), Dtype::F16, 3, 7),
         config(HeadGeometry::with_v_head_dim(16, 8, 20, 24).unwrap(), Dtype::F16, 3, 7),
     ] {
-        let needed = Box::new(other.kernels(Processor::Gpu));
+        let needed = Box::new(other.kernels(kernel_config.variants));
         assert_eq!(with(&other), Err(BuildError::OtherConfig { found: Box::new(kernel_config), needed }));
     }
 }
@@ -387,7 +392,7 @@ fn kernels_that_cannot_be_built() {
 fn base_kernels_need_default_limits_and_no_features() {
     let (device, _, info) = device(wgpu::Limits::default());
     assert!(device.features().is_empty());
-    for processor in [Processor::Gpu, Processor::Cpu] {
+    for facts in [AdapterFacts::PLAIN_GPU, AdapterFacts::PLAIN_CPU] {
         for (q_heads, kv_heads, head_dim, v_head_dim) in
             [(2, 2, 64, 64), (8, 1, 128, 128), (9, 1, 59, 111), (71, 1, 256, 256), (1, 1, 1, 256), (64, 8, 256, 1)]
         {
@@ -397,7 +402,8 @@ fn base_kernels_need_default_limits_and_no_features() {
                 (Dtype::Bf16, Dtype::F16, Dtype::F32),
             ] {
                 let geometry = HeadGeometry::with_v_head_dim(q_heads, kv_heads, head_dim, v_head_dim).unwrap();
-                let config = KernelConfig { geometry, q, kv, out, processor };
+                let variants = Variants::base(&facts, &geometry);
+                let config = KernelConfig { geometry, q, kv, out, variants };
                 pollster::block_on(Kernels::new(&device, &config)).unwrap();
             }
         }
@@ -453,9 +459,13 @@ fn recording_is_quick() {
 #[test]
 fn prefill_memory_grows_linearly() {
     let (device, ..) = device(wgpu::Limits::default());
-    for processor in [Processor::Gpu, Processor::Cpu] {
+    for facts in [AdapterFacts::PLAIN_GPU, AdapterFacts::PLAIN_CPU] {
         let config = config(HeadGeometry::new(8, 8, 64).unwrap(), Dtype::F16, 16, 512);
-        let kernels = pollster::block_on(Kernels::new(&device, &config.kernels(processor))).unwrap();
+        let kernels = pollster::block_on(Kernels::new(
+            &device,
+            &config.kernels(Variants::base(&facts, config.layout.geometry())),
+        ))
+        .unwrap();
         let attention = Attention::with_kernels(kernels, &config).unwrap();
         let page_ids: Vec<u32> = (0..512).collect();
         let mut bytes = [1024_u32, 2048, 4096, 8192].map(|tokens| {
@@ -469,9 +479,7 @@ fn prefill_memory_grows_linearly() {
                 })
                 .unwrap();
             let (workspace, plan) = (plan.workspace_bytes(), plan.device_bytes());
-            say(&format!(
-                "prefill of {tokens} tokens, 8 heads, {processor:?}: workspace {workspace}, plan {plan} bytes"
-            ));
+            say(&format!("prefill of {tokens} tokens, 8 heads, {facts:?}: workspace {workspace}, plan {plan} bytes"));
             assert_eq!(workspace, 0);
             plan
         });

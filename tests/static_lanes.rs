@@ -15,7 +15,7 @@ use std::{fs, thread};
 
 use naga::back;
 use naga::valid::{Capabilities, ModuleInfo, ValidationFlags, Validator};
-use paged_attention::kernels::{KernelId, LANES, Processor};
+use paged_attention::kernels::{AdapterFacts, KernelId, Variants};
 use paged_attention::{Dtype, HeadGeometry, KernelConfig};
 
 /// `(head_dim, v_head_dim)`: the smallest, the largest, odd ones, and those of well-known models.
@@ -33,10 +33,12 @@ struct Variant {
 
 impl Variant {
     fn new(kernel: KernelId, config: KernelConfig) -> Self {
-        let KernelConfig { geometry, q, kv, out, processor } = config;
+        let KernelConfig { geometry, q, kv, out, variants } = config;
         let name = format!(
-            "{}-{processor:?}-g{}-d{}-v{}-q_{q}-kv_{kv}-out_{out}",
+            "{}-{}-{}-g{}-d{}-v{}-q_{q}-kv_{kv}-out_{out}",
             kernel.entry_point(),
+            variants.prefill,
+            variants.decode,
             geometry.group(),
             geometry.head_dim(),
             geometry.v_head_dim()
@@ -50,29 +52,33 @@ impl Variant {
 }
 
 /// Every geometry with every stored type, and every mixture of types with two geometries: one whose rows end inside a
-/// chunk of 8 elements, one whose rows do not.
+/// chunk of 8 elements, one whose rows do not. Variants with subgroups with fewer groups and types.
 fn variants() -> Vec<Variant> {
-    let mut configs = Vec::new();
+    let mut all = Vec::new();
     for (head_dim, v_head_dim) in DIMS {
         for group in GROUPS {
             let geometry = HeadGeometry::with_v_head_dim(2 * group, 2, head_dim, v_head_dim).expect("a legal geometry");
             let mixed = group == 3 && matches!(head_dim, 59 | 192);
             for (q, kv) in STORED.iter().flat_map(|q| STORED.map(|kv| (*q, kv))) {
                 for out in OUT {
-                    if mixed || (q == kv && (q == Dtype::F32) == (out == Dtype::F32)) {
-                        configs.extend([Processor::Gpu, Processor::Cpu].map(|processor| KernelConfig {
-                            geometry,
-                            q,
-                            kv,
-                            out,
-                            processor,
-                        }));
+                    let alike = q == kv && (q == Dtype::F32) == (out == Dtype::F32);
+                    for variants in Variants::all(&geometry) {
+                        let config = KernelConfig { geometry, q, kv, out, variants };
+                        let subgroups = variants.prefill.subgroup > 0;
+                        let kernels = KernelId::ALL.into_iter().filter(|kernel| {
+                            if subgroups {
+                                kernel.subgroup(&config) > 0 && alike && matches!(group, 1 | 4) && q != Dtype::Bf16
+                            } else {
+                                alike || mixed
+                            }
+                        });
+                        all.extend(kernels.map(|kernel| Variant::new(kernel, config)));
                     }
                 }
             }
         }
     }
-    configs.iter().flat_map(|config| KernelId::ALL.map(|kernel| Variant::new(kernel, *config))).collect()
+    all
 }
 
 /// Runs `check` on every variant, over all cores, and reports all failures together.
@@ -122,8 +128,8 @@ fn msl(module: &naga::Module, info: &ModuleInfo) -> Result<(), String> {
     }
 }
 
-fn hlsl(module: &naga::Module, info: &ModuleInfo) -> Result<(), String> {
-    for shader_model in [back::hlsl::ShaderModel::V5_1, back::hlsl::ShaderModel::V6_0] {
+fn hlsl(module: &naga::Module, info: &ModuleInfo, models: &[back::hlsl::ShaderModel]) -> Result<(), String> {
+    for shader_model in models.iter().copied() {
         let options = back::hlsl::Options { shader_model, ..back::hlsl::Options::default() };
         let pipeline = back::hlsl::PipelineOptions { entry_point: None };
         let mut text = String::new();
@@ -184,10 +190,17 @@ fn every_variant_translates_for_every_backend() {
     let validate_spirv = spirv_val_is_there();
     check_all(|variant| {
         let source = variant.wgsl()?;
-        fs::write(folder.join(format!("{}.wgsl", variant.name)), &source).map_err(|error| error.to_string())?;
+        let subgroups = variant.kernel.subgroup(&variant.config) > 0;
+        // Browsers want the directive; naga does not know it.
+        let text = if subgroups { format!("enable subgroups;\n{source}") } else { source.clone() };
+        fs::write(folder.join(format!("{}.wgsl", variant.name)), text).map_err(|error| error.to_string())?;
         let module = naga::front::wgsl::parse_str(&source).map_err(|error| error.emit_to_string(&source))?;
-        // No optional feature; the packing functions of f16 are part of WebGPU itself.
-        let info = Validator::new(ValidationFlags::all(), Capabilities::SHADER_FLOAT16_IN_FLOAT32)
+        // No optional feature but subgroups; the packing functions of f16 are part of WebGPU itself.
+        let capabilities = Capabilities::SHADER_FLOAT16_IN_FLOAT32;
+        let capabilities = if subgroups { capabilities | Capabilities::SUBGROUP } else { capabilities };
+        let info = Validator::new(ValidationFlags::all(), capabilities)
+            .subgroup_stages(naga::valid::ShaderStages::COMPUTE)
+            .subgroup_operations(naga::valid::SubgroupOperationSet::all())
             .validate(&module)
             .map_err(|error| error.emit_to_string(&source))?;
         let spirv_file = folder.join(format!("{}.spv", variant.name));
@@ -196,7 +209,11 @@ fn every_variant_translates_for_every_backend() {
             spirv_val(&spirv_file)?;
         }
         msl(&module, &info)?;
-        hlsl(&module, &info)?;
+        if subgroups {
+            // Shader model 5.1 has no wave operations, and naga writes them for no GLSL that wgpu uses.
+            return hlsl(&module, &info, &[back::hlsl::ShaderModel::V6_0]);
+        }
+        hlsl(&module, &info, &[back::hlsl::ShaderModel::V5_1, back::hlsl::ShaderModel::V6_0])?;
         glsl(&module, &info, variant.kernel.entry_point())
     });
 }
@@ -237,8 +254,7 @@ fn declared_resources_are_those_the_host_checks() {
         expect("storage buffers", storage_buffers, host_buffers, limits.max_storage_buffers_per_shader_stage);
         expect("uniform buffers", uniform_buffers, 1, limits.max_uniform_buffers_per_shader_stage);
         let invocations = entry_point.workgroup_size.iter().product();
-        let host_invocations =
-            if variant.kernel == KernelId::Prefill { variant.config.tiles().prefill_lanes } else { LANES };
+        let host_invocations = variant.kernel.lanes(&variant.config);
         expect("invocations", invocations, host_invocations, limits.max_compute_invocations_per_workgroup);
         if entry_point.name != variant.kernel.entry_point() {
             let _ = write!(wrong, "entry point `{}`", entry_point.name);
@@ -251,8 +267,9 @@ fn declared_resources_are_those_the_host_checks() {
 #[test]
 fn every_shader_file_is_part_of_a_kernel_and_begins_with_its_purpose() {
     let geometry = HeadGeometry::new(8, 2, 64).expect("a legal geometry");
-    let (q, kv, out, processor) = (Dtype::F32, Dtype::F32, Dtype::F32, Processor::Gpu);
-    let config = KernelConfig { geometry, q, kv, out, processor };
+    let (q, kv, out) = (Dtype::F32, Dtype::F32, Dtype::F32);
+    let variants = Variants::base(&AdapterFacts::PLAIN_GPU, &geometry);
+    let config = KernelConfig { geometry, q, kv, out, variants };
     let sources = KernelId::ALL.map(|kernel| kernel.wgsl(&config).expect("the kernel expands"));
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("shaders");
     let mut files = 0;

@@ -96,6 +96,22 @@ pub enum BuildError {
         /// The device's message.
         message: String,
     },
+    /// A kernel uses subgroups, and the device was opened without them.
+    #[error("kernel `{kernel}` is built for subgroups of {subgroup}; the device has `SUBGROUP` not enabled")]
+    Subgroups {
+        /// The kernel's name.
+        kernel: &'static str,
+        /// The subgroup size.
+        subgroup: u32,
+    },
+    /// Sizes of a variant that do not go together.
+    #[error("{variants:?} cannot be built: {why}")]
+    Variants {
+        /// The variants.
+        variants: Box<Variants>,
+        /// What is wrong.
+        why: &'static str,
+    },
     /// Pipelines for another configuration were handed over.
     #[error("the kernels were built for {found:?}; {needed:?} is needed")]
     OtherConfig {
@@ -160,7 +176,12 @@ impl Kernels {
         if config.out == Dtype::Bf16 {
             return Err(BuildError::OutDtype { found: config.out });
         }
+        config.variants.validate()?;
         for kernel in KernelId::ALL {
+            let subgroup = kernel.subgroup(config);
+            if subgroup > 0 && !device.features().contains(wgpu::Features::SUBGROUP) {
+                return Err(BuildError::Subgroups { kernel: kernel.entry_point(), subgroup });
+            }
             check_limits(&device.limits(), kernel, config)?;
         }
         let attention_layout = layout(device, "attention", &[Uniform, Read, Read, Read, Write, Write, Write, Write]);
@@ -211,8 +232,8 @@ fn check_limits(limits: &wgpu::Limits, kernel: KernelId, config: &KernelConfig) 
             limits.max_compute_workgroup_storage_size,
             kernel.workgroup_bytes(config),
         ),
-        ("max_compute_invocations_per_workgroup", limits.max_compute_invocations_per_workgroup, LANES),
-        ("max_compute_workgroup_size_x", limits.max_compute_workgroup_size_x, LANES),
+        ("max_compute_invocations_per_workgroup", limits.max_compute_invocations_per_workgroup, kernel.lanes(config)),
+        ("max_compute_workgroup_size_x", limits.max_compute_workgroup_size_x, kernel.lanes(config)),
         ("max_storage_buffers_per_shader_stage", limits.max_storage_buffers_per_shader_stage, kernel.storage_buffers()),
     ] {
         if found < needed {

@@ -3,7 +3,7 @@
 
 use std::mem::{offset_of, size_of};
 
-use super::{KernelConfig, KernelId, Processor};
+use super::{AdapterFacts, KernelConfig, KernelId, Variants};
 use crate::geometry::{Dtype, HeadGeometry};
 use crate::kv::{AppendParams, RowLayout};
 use crate::plan::{PARAMS_BYTES, Params};
@@ -24,8 +24,9 @@ macro_rules! host_layout {
 
 fn shader_layout(kernel: KernelId, name: &str) -> Layout {
     let geometry = HeadGeometry::new(8, 2, 64).expect("a legal geometry");
-    let (q, kv, out, processor) = (Dtype::F32, Dtype::F32, Dtype::F32, Processor::Gpu);
-    let source = kernel.wgsl(&KernelConfig { geometry, q, kv, out, processor }).expect("the kernel expands");
+    let (q, kv, out) = (Dtype::F32, Dtype::F32, Dtype::F32);
+    let variants = Variants::base(&AdapterFacts::PLAIN_GPU, &geometry);
+    let source = kernel.wgsl(&KernelConfig { geometry, q, kv, out, variants }).expect("the kernel expands");
     let module = naga::front::wgsl::parse_str(&source).expect("the kernel parses");
     let mut layouter = naga::proc::Layouter::default();
     layouter.update(module.to_ctx()).expect("the types have layouts");

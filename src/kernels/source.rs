@@ -87,6 +87,24 @@ impl KernelId {
         }
     }
 
+    /// The subgroup size that the kernel is built for; 0 where it uses no subgroups.
+    pub fn subgroup(self, config: &KernelConfig) -> u32 {
+        match self {
+            Self::Prefill => config.variants.prefill.subgroup,
+            Self::Decode => config.variants.decode.subgroup(),
+            Self::Merge | Self::Append => 0,
+        }
+    }
+
+    /// Invocations of a workgroup.
+    pub fn lanes(self, config: &KernelConfig) -> u32 {
+        match self {
+            Self::Prefill => config.variants.prefill.lanes,
+            Self::Decode => config.tiles().decode_lanes,
+            Self::Merge | Self::Append => LANES,
+        }
+    }
+
     /// Storage buffers that the kernel binds.
     pub const fn storage_buffers(self) -> u32 {
         match self {

@@ -30,20 +30,20 @@ enum Node<'a> {
 
 /// What ended a block.
 #[derive(PartialEq)]
-enum End {
+enum Close {
     Text,
     Else,
     End,
 }
 
 /// Nodes up to the end of the block that `open` began, or of the text where that is `None`.
-fn parse<'a>(lines: &mut Lines<'a>, open: Option<&'a str>) -> Result<(Vec<Node<'a>>, End), TemplateError> {
+fn parse<'a>(lines: &mut Lines<'a>, open: Option<&'a str>) -> Result<(Vec<Node<'a>>, Close), TemplateError> {
     let mut nodes = Vec::new();
     while let Some(line) = lines.next() {
         let words: Vec<&str> = line.split_whitespace().collect();
         match words.as_slice() {
-            ["//end"] if open.is_some() => return Ok((nodes, End::End)),
-            ["//else"] if open.is_some() => return Ok((nodes, End::Else)),
+            ["//end"] if open.is_some() => return Ok((nodes, Close::End)),
+            ["//else"] if open.is_some() => return Ok((nodes, Close::Else)),
             ["//end" | "//else"] => return Err(format!("`{line}` without a beginning")),
             ["//each", name, bounds @ ..] => {
                 let (first, count) = match bounds {
@@ -52,21 +52,21 @@ fn parse<'a>(lines: &mut Lines<'a>, open: Option<&'a str>) -> Result<(Vec<Node<'
                     _ => return Err(format!("`{line}`: one or two bounds are needed")),
                 };
                 let (body, end) = parse(lines, Some(line))?;
-                if end == End::Else {
+                if end == Close::Else {
                     return Err(format!("`{line}` has an `//else`"));
                 }
                 nodes.push(Node::Each { name, first, count, body });
             }
             ["//if", name] => {
                 let (then, end) = parse(lines, Some(line))?;
-                let otherwise = if end == End::Else { parse(lines, Some(line))?.0 } else { Vec::new() };
+                let otherwise = if end == Close::Else { parse(lines, Some(line))?.0 } else { Vec::new() };
                 nodes.push(Node::If { name, then, otherwise });
             }
             _ => nodes.push(Node::Line(line)),
         }
     }
     match open {
-        None => Ok((nodes, End::Text)),
+        None => Ok((nodes, Close::Text)),
         Some(line) => Err(format!("`{line}` without an end")),
     }
 }

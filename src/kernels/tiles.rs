@@ -46,7 +46,7 @@ pub struct Tiles {
     pub v_span: u32,
     /// Rows of a merge workgroup.
     pub merge_rows: u32,
-    decode: DecodeVariant,
+    pub(crate) decode: DecodeVariant,
 }
 
 impl Tiles {

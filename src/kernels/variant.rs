@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use super::BuildError;
 use crate::geometry::{HeadGeometry, ROW_ALIGN, padded_dim};
 
 /// Subgroup sizes that there are variants for.
@@ -69,6 +70,18 @@ pub struct AdapterFacts {
 }
 
 impl AdapterFacts {
+    /// A GPU of which nothing more is known.
+    pub const PLAIN_GPU: Self = Self { cpu: false, subgroup_sizes: None };
+
+    /// A software driver of which nothing more is known.
+    pub const PLAIN_CPU: Self = Self { cpu: true, subgroup_sizes: None };
+
+    /// The same with subgroups of one size.
+    #[must_use]
+    pub const fn with_subgroups(self, size: u32) -> Self {
+        Self { subgroup_sizes: Some((size, size)), ..self }
+    }
+
     /// Reads the facts. `device` may have fewer features than its adapter.
     pub fn new(adapter: &wgpu::AdapterInfo, device: &wgpu::Device) -> Self {
         let subgroups = device.features().contains(wgpu::Features::SUBGROUP);
@@ -94,6 +107,36 @@ impl Variants {
             sizes.into_iter().map(|size| Self::with_subgroups(facts, geometry, size)).collect();
         candidates.push(Self::base(facts, geometry));
         candidates
+    }
+
+    /// Every choice that the rule may come to for a geometry, on whatever device: what translation lanes look at.
+    pub fn all(geometry: &HeadGeometry) -> Vec<Self> {
+        let plain = [AdapterFacts::PLAIN_GPU, AdapterFacts::PLAIN_CPU];
+        let sized =
+            SUBGROUP_SIZES.iter().flat_map(|size| plain.map(|facts| Self::with_subgroups(&facts, geometry, *size)));
+        plain.iter().map(|facts| Self::base(facts, geometry)).chain(sized).collect()
+    }
+
+    /// Checks sizes that a caller has chosen.
+    pub(super) fn validate(&self) -> Result<(), BuildError> {
+        let refuse = |why| Err(BuildError::Variants { variants: Box::new(*self), why });
+        let PrefillVariant { subgroup, lanes, rows_per_lane, step_keys, split_keys } = self.prefill;
+        if [subgroup, self.decode.subgroup()].iter().any(|size| *size != 0 && !SUBGROUP_SIZES.contains(size)) {
+            return refuse("subgroups have 4, 8, 16, 32 or 64 lanes, or are not used: 0");
+        }
+        if self.decode != DecodeVariant::Workgroup && self.decode.subgroup() == 0 {
+            return refuse("this decode variant needs a subgroup size");
+        }
+        if lanes == 0 || !lanes.is_multiple_of(subgroup.max(1)) {
+            return refuse("prefill lanes are at least 1, and a multiple of the subgroup size");
+        }
+        if !(1..=16).contains(&rows_per_lane) || !(1..=16).contains(&step_keys) {
+            return refuse("rows per lane and keys per step are 1 to 16");
+        }
+        if split_keys == 0 || !split_keys.is_multiple_of(step_keys) {
+            return refuse("keys per split are a multiple of the keys per step");
+        }
+        Ok(())
     }
 
     /// The variants that need no device feature.

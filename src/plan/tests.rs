@@ -8,14 +8,14 @@ use super::{PARAMS_BYTES, Plan, state_bytes};
 use crate::batch::Batch;
 use crate::case::AttentionOptions;
 use crate::geometry::{Dtype, HeadGeometry, PageSize};
-use crate::kernels::{Processor, SPLIT_KEYS, Tiles};
+use crate::kernels::{AdapterFacts, PrefillVariant, SPLIT_KEYS, SUBGROUP_SIZES, Tiles, Variants};
 use crate::kv::KvLayout;
 
 /// A batch that owns its tensors.
 #[derive(Clone, Debug)]
 struct Owned {
     geometry: HeadGeometry,
-    processor: Processor,
+    facts: AdapterFacts,
     causal: bool,
     prefill_split_keys: u32,
     page_size: PageSize,
@@ -26,9 +26,11 @@ struct Owned {
 
 impl Owned {
     fn tiles(&self) -> Tiles {
-        let tiles = Tiles::new(&self.geometry, self.processor);
+        let variants = Variants::candidates(&self.facts, &self.geometry);
+        let tiles = Tiles::new(&self.geometry, &variants[0]);
         // Short enough for prompts of a test to be split.
-        Tiles { prefill_split_keys: self.prefill_split_keys.min(tiles.prefill_split_keys), ..tiles }
+        let split_keys = self.prefill_split_keys.min(tiles.prefill.split_keys);
+        Tiles { prefill: PrefillVariant { split_keys, ..tiles.prefill }, ..tiles }
     }
 
     fn options(&self) -> AttentionOptions {
@@ -61,31 +63,31 @@ fn batch() -> impl Strategy<Value = Owned> {
     let q_len = prop_oneof![Just(1_u32), Just(0), 2_u32..20, 14_u32..70, 100_u32..300];
     let kv_len = prop_oneof![Just(0_u32), 1_u32..40, 250_u32..260, 500_u32..520, 0_u32..3000];
     let heads = (1_u32..5, prop_oneof![1_u32..5, 5_u32..40], 1_u32..257, 1_u32..257);
-    let processor = prop_oneof![Just(Processor::Gpu), Just(Processor::Cpu)];
+    let plain = prop_oneof![Just(AdapterFacts::PLAIN_GPU), Just(AdapterFacts::PLAIN_CPU)];
+    let facts = (plain, prop::option::of(prop::sample::select(SUBGROUP_SIZES.to_vec())))
+        .prop_map(|(plain, size)| size.map_or(plain, |size| plain.with_subgroups(size)));
     let lengths = prop::collection::vec((q_len, kv_len, 0_u32..3), 0..9);
     let prefill_split_keys = prop_oneof![Just(u32::MAX), Just(128), Just(1024)];
     let others = (any::<bool>(), prefill_split_keys, 1_u32..70, any::<u32>());
-    (lengths, heads, processor, others).prop_map(
-        |(lengths, (kv_heads, group, head_dim, v_head_dim), processor, others)| {
-            let (causal, prefill_split_keys, page_size, seed) = others;
-            let geometry = HeadGeometry::with_v_head_dim(kv_heads * group, kv_heads, head_dim, v_head_dim).unwrap();
-            let page_size = PageSize::new(page_size).unwrap();
-            let page_count = 50;
-            let mut page = seed;
-            let seqs = lengths
-                .into_iter()
-                .map(|(q_len, kv_len, surplus)| {
-                    let pages = (0..page_size.pages_for(kv_len) + surplus).map(|_| {
-                        // Any ids will do, shared ones included.
-                        page = page.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-                        (page >> 16) % page_count
-                    });
-                    (q_len, kv_len, pages.collect())
-                })
-                .collect();
-            Owned { geometry, processor, causal, prefill_split_keys, page_size, page_count, seqs }
-        },
-    )
+    (lengths, heads, facts, others).prop_map(|(lengths, (kv_heads, group, head_dim, v_head_dim), facts, others)| {
+        let (causal, prefill_split_keys, page_size, seed) = others;
+        let geometry = HeadGeometry::with_v_head_dim(kv_heads * group, kv_heads, head_dim, v_head_dim).unwrap();
+        let page_size = PageSize::new(page_size).unwrap();
+        let page_count = 50;
+        let mut page = seed;
+        let seqs = lengths
+            .into_iter()
+            .map(|(q_len, kv_len, surplus)| {
+                let pages = (0..page_size.pages_for(kv_len) + surplus).map(|_| {
+                    // Any ids will do, shared ones included.
+                    page = page.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                    (page >> 16) % page_count
+                });
+                (q_len, kv_len, pages.collect())
+            })
+            .collect();
+        Owned { geometry, facts, causal, prefill_split_keys, page_size, page_count, seqs }
+    })
 }
 
 /// Words `[sequence, first row, first key, key end]` of a list of `groups` workgroups.
@@ -146,7 +148,7 @@ fn check(batch: &Owned) {
     let (mut q_begin, mut page_begin, mut states) = (0, 0, 0);
     for (seq, (q_len, kv_len, pages)) in (0_u32..).zip(&batch.seqs) {
         let decodes = *q_len == 1 || q_len * group <= 16;
-        let split_keys = if decodes { SPLIT_KEYS } else { tiles.prefill_split_keys };
+        let split_keys = if decodes { SPLIT_KEYS } else { tiles.prefill.split_keys };
         let splits = kv_len.div_ceil(split_keys).max(1);
         let record = [q_begin, *q_len, *kv_len, page_begin, states, splits];
         assert_eq!(plan.words[6 * seq as usize..][..6], record);

@@ -6,8 +6,10 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::Instant;
 
+use paged_attention::kernels::{AdapterFacts, KernelConfig, Variants};
 use paged_attention::{
-    Case, Computed, Dtype, Output, PageSize, Report, RunError, RunOptions, Runner, adapter, verify, wgpu,
+    Case, Computed, Dtype, HeadGeometry, KvSource, Output, PageSize, Report, RunError, RunOptions, Runner, adapter,
+    verify, wgpu,
 };
 use paged_attention_cases::{CaseSpec, Heads, KvInput, append_page_ids, build, write_case};
 
@@ -53,8 +55,36 @@ pub fn say(line: &str) {
 impl Gpu {
     /// Runs a case. Other tests wait only as long as the device is busy.
     pub fn run(&self, case: &Case, options: &RunOptions) -> Result<Output, RunError> {
+        let variants = match options.variants {
+            Some(variants) => variants,
+            None => {
+                let kv = match case.kv() {
+                    KvSource::Contiguous { k, .. } | KvSource::Paged { k_pages: k, .. } => k.dtype(),
+                };
+                self.variants(case.geometry(), case.q().dtype(), kv, options.out_dtype)?
+            }
+        };
         // A test that failed while it held the lock left no half-made state: a run either returns or has no effect.
-        self.runner.lock().unwrap_or_else(PoisonError::into_inner).run(case, options)
+        let mut runner = self.runner.lock().unwrap_or_else(PoisonError::into_inner);
+        runner.run(case, &RunOptions { variants: Some(variants), ..options.clone() })
+    }
+
+    /// The variants that all tests use: the runner's choice, or what `PAGED_ATTENTION_VARIANTS` says: `base` for those
+    /// without subgroups, `gpu` for those that a GPU with the adapter's subgroups would get.
+    pub fn variants(&self, geometry: &HeadGeometry, q: Dtype, kv: Dtype, out: Dtype) -> Result<Variants, RunError> {
+        let mut runner = self.runner.lock().unwrap_or_else(PoisonError::into_inner);
+        let facts = AdapterFacts::new(runner.adapter_info(), runner.device());
+        let base = Variants::base(&facts, geometry);
+        match std::env::var("PAGED_ATTENTION_VARIANTS").as_deref() {
+            Ok("base") => Ok(base),
+            Ok("gpu") => Ok(Variants::candidates(&AdapterFacts { cpu: false, ..facts }, geometry)[0]),
+            Ok(other) => panic!("PAGED_ATTENTION_VARIANTS is {other:?}; base or gpu is needed"),
+            Err(_) => {
+                let choice = runner.choose(&KernelConfig { geometry: *geometry, q, kv, out, variants: base })?;
+                assert_eq!(choice.stepped_down, [], "a variant failed its self-test");
+                Ok(choice.variants)
+            }
+        }
     }
 
     /// Runs a description with the page size, pages and output type that it asks for.

@@ -2,7 +2,9 @@
 //! kernel, then the same kernel with that fault put into its source, and fails unless the first is right and the second
 //! is noticed.
 
-use paged_attention::kernels::{KernelConfig, KernelId, Kernels, LANES, Processor, SPLIT_KEYS, SourceEdit, Tiles};
+use paged_attention::kernels::{
+    AdapterFacts, KernelConfig, KernelId, Kernels, LANES, SPLIT_KEYS, SourceEdit, Tiles, Variants,
+};
 use paged_attention::{
     Batch, BatchError, BindError, BuildError, Case, Computed, Dtype, HeadGeometry, KvLayout, KvSource, LayoutError,
     Output, PageSize, RunError, RunOptions, Runner, StatusError, verify, wgpu,
@@ -25,7 +27,16 @@ fn shared(from: &'static str, to: &'static str) -> Vec<SourceEdit> {
     ATTENTION.into_iter().map(|kernel| edit(kernel, from, to)).collect()
 }
 
-fn kernel_config(runner: &Runner, case: &Case, options: &RunOptions) -> KernelConfig {
+/// The variants that need no subgroups, as a CPU gets them: the mutants are edits of their text.
+fn base(geometry: &HeadGeometry) -> Variants {
+    Variants::base(&AdapterFacts::PLAIN_CPU, geometry)
+}
+
+fn base_options(spec: &CaseSpec) -> RunOptions {
+    RunOptions { variants: Some(base(&spec.heads.geometry().unwrap())), ..run_options(spec) }
+}
+
+fn kernel_config(case: &Case, options: &RunOptions) -> KernelConfig {
     let kv = match case.kv() {
         KvSource::Contiguous { k, .. } | KvSource::Paged { k_pages: k, .. } => k.dtype(),
     };
@@ -34,7 +45,7 @@ fn kernel_config(runner: &Runner, case: &Case, options: &RunOptions) -> KernelCo
         q: case.q().dtype(),
         kv,
         out: options.out_dtype,
-        processor: Processor::of(runner.adapter_info()),
+        variants: options.variants.unwrap(),
     }
 }
 
@@ -45,7 +56,7 @@ fn run_edited(
     options: &RunOptions,
     edits: &[SourceEdit],
 ) -> Result<Output, RunError> {
-    let config = kernel_config(runner, case, options);
+    let config = kernel_config(case, options);
     let kernels = pollster::block_on(Kernels::with_edits(runner.device(), &config, edits))?;
     runner.insert_kernels(kernels);
     runner.run(case, options)
@@ -64,7 +75,7 @@ fn noticed_by(
     check: impl Fn(&Gpu, &Case, &Output) -> Result<(), String>,
 ) {
     let case = build(spec).unwrap();
-    let options = run_options(spec);
+    let options = base_options(spec);
     let real = gpu.run(&case, &options).unwrap();
     if let Err(why) = check(gpu, &case, &real) {
         panic!("{fault}: the real kernel fails {spec}: {why}");
@@ -160,7 +171,7 @@ fn fault_06_unowned_slots_reach_the_output() {
         // The same for a decode, with the weight of the slots past the end zero.
         let spec = decode("06").paged(Pool::new(16).poison(poison));
         let edits = [
-            edit(KernelId::Decode, "key < keys; key += LANES", "key < keys + 3u; key += LANES"),
+            edit(KernelId::Decode, "key < keys; key += DECODE_LANES", "key < keys + 3u; key += DECODE_LANES"),
             edit(KernelId::Decode, "key < keys; key += PARTS", "key < keys + 3u; key += PARTS"),
             edit(KernelId::Decode, "key < keys; key += KEY_STREAMS", "key < keys + 3u; key += KEY_STREAMS"),
         ];
@@ -185,7 +196,7 @@ fn fault_07_blanking_by_multiplying_with_zero() {
     // And a comparator that lets NaN pass would hide it.
     let spec = prefill("07");
     let case = build(&spec).unwrap();
-    let mut output = gpu.run(&case, &run_options(&spec)).unwrap();
+    let mut output = gpu.run(&case, &base_options(&spec)).unwrap();
     output.out[17] = f32::NAN;
     let computed = Computed { out: &output.out, lse: &output.lse, out_dtype: output.out_dtype, chains: &output.chains };
     assert!(!verify(&case, &computed).unwrap().passed());
@@ -198,7 +209,7 @@ fn fault_08_a_loop_that_steps_over_keys() {
     noticed(gpu, "08 prefill", &prefill("08"), &edits);
     for (from, to) in [
         ("key < keys; key += KEY_STREAMS", "key < keys; key += KEY_STREAMS + 1u"),
-        ("key < keys; key += LANES", "key < keys; key += LANES + 1u"),
+        ("key < keys; key += DECODE_LANES", "key < keys; key += DECODE_LANES + 1u"),
     ] {
         noticed(gpu, "08 decode", &decode("08"), &[edit(KernelId::Decode, from, to)]);
     }
@@ -232,7 +243,7 @@ fn fault_12_more_workgroups_than_an_axis_holds() {
     let lengths: Vec<_> = (0..40).map(|i| if i % 3 == 0 { (20, 20 + i) } else { (1, 1 + 9 * i) }).collect();
     let spec = CaseSpec::new("faults/12", HEADS, lengths).causal(true).paged(Pool::new(4));
     let case = build(&spec).unwrap();
-    let options = run_options(&spec);
+    let options = base_options(&spec);
     let limited = |axis_max| {
         let limits = gpu.fresh_runner().device().limits();
         let limits = wgpu::Limits { max_compute_workgroups_per_dimension: axis_max, ..limits };
@@ -278,12 +289,9 @@ fn declared_bytes(wgsl: &str) -> u32 {
 #[test]
 fn fault_13_more_workgroup_memory_than_there_is() {
     let Some(gpu) = gpu() else { return };
-    let config = |heads: Heads| KernelConfig {
-        geometry: heads.geometry().unwrap(),
-        q: Dtype::F32,
-        kv: Dtype::F32,
-        out: Dtype::F32,
-        processor: Processor::Gpu,
+    let config = |heads: Heads, variants: Variants| {
+        let (geometry, q, kv, out) = (heads.geometry().unwrap(), Dtype::F32, Dtype::F32, Dtype::F32);
+        KernelConfig { geometry, q, kv, out, variants }
     };
     let counted = |kernel: KernelId, config: &KernelConfig, wgsl: &str| {
         let (found, stated) = (declared_bytes(wgsl), kernel.workgroup_bytes(config));
@@ -292,22 +300,28 @@ fn fault_13_more_workgroup_memory_than_there_is() {
     for heads in
         [Heads::new(8, 1, 256), Heads::new(64, 1, 8), Heads::new(1, 1, 1), Heads::new(9, 3, 64), Heads::new(5, 1, 200)]
     {
-        let config = config(heads);
-        for kernel in KernelId::ALL {
-            let wgsl = kernel.wgsl(&config).unwrap();
-            counted(kernel, &config, &wgsl).unwrap();
-            assert!(declared_bytes(&wgsl) <= wgpu::Limits::default().max_compute_workgroup_storage_size);
+        for variants in Variants::all(&heads.geometry().unwrap()) {
+            let config = config(heads, variants);
+            for kernel in KernelId::ALL {
+                let wgsl = kernel.wgsl(&config).unwrap();
+                counted(kernel, &config, &wgsl).unwrap();
+                assert!(declared_bytes(&wgsl) <= wgpu::Limits::default().max_compute_workgroup_storage_size);
+            }
+            // Counted twice, or not at all: the check differs from the declaration.
+            let wgsl = KernelId::Decode.wgsl(&config).unwrap();
+            let scores = "var<workgroup> scores: array<f32, SCORES>";
+            let mutant = wgsl.replace(scores, "var<workgroup> scores: array<f32, 2u * SCORES>");
+            assert!(counted(KernelId::Decode, &config, &mutant).is_err());
         }
-        // Counted twice, or not at all: the check differs from the declaration.
-        let wgsl = KernelId::Decode.wgsl(&config).unwrap();
-        let mutant =
-            wgsl.replace("var<workgroup> scores: array<f32, SCORES>", "var<workgroup> scores: array<f32, 2u * SCORES>");
-        assert!(counted(KernelId::Decode, &config, &mutant).is_err());
     }
     // wgpu does not check; the host refuses before a shader is made.
     let limits = wgpu::Limits { max_compute_workgroup_storage_size: 1024, ..gpu.fresh_runner().device().limits() };
-    let error = pollster::block_on(Kernels::new(gpu.limited_runner(limits).device(), &config(HEADS))).unwrap_err();
-    let needed = u64::from(Tiles::new(&HEADS.geometry().unwrap(), Processor::Gpu).decode_bytes());
+    let error = pollster::block_on(Kernels::new(
+        gpu.limited_runner(limits).device(),
+        &config(HEADS, base(&HEADS.geometry().unwrap())),
+    ))
+    .unwrap_err();
+    let needed = u64::from(Tiles::new(&HEADS.geometry().unwrap(), &base(&HEADS.geometry().unwrap())).decode_bytes());
     assert_eq!(
         error,
         BuildError::Limit { kernel: "decode", limit: "max_compute_workgroup_storage_size", found: 1024, needed }
@@ -397,9 +411,9 @@ fn fault_20_once_per_split_instead_of_once() {
 #[test]
 fn fault_21_host_and_kernel_disagree() {
     let Some(gpu) = gpu() else { return };
-    let tiles = Tiles::new(&HEADS.geometry().unwrap(), Processor::of(gpu.fresh_runner().adapter_info()));
+    let tiles = Tiles::new(&HEADS.geometry().unwrap(), &base(&HEADS.geometry().unwrap()));
     let spec = CaseSpec::new("faults/21", HEADS, [(200, 200)]);
-    let lanes = format!("const PREFILL_LANES = {}u;", tiles.prefill_lanes);
+    let lanes = format!("const PREFILL_LANES = {}u;", tiles.prefill.lanes);
     let edits = [edit(KernelId::Prefill, Box::leak(lanes.into_boxed_str()), "const PREFILL_LANES = 8u;")];
     noticed(gpu, "21 prefill", &spec, &edits);
     let keys = format!("const SPLIT_KEYS = {SPLIT_KEYS}u;");
@@ -407,15 +421,16 @@ fn fault_21_host_and_kernel_disagree() {
     noticed(gpu, "21 decode", &decode("21"), &edits);
     // Every geometry that is accepted fits the limits that the kernels promise to stay within.
     let limits = wgpu::Limits::default();
-    for processor in [Processor::Gpu, Processor::Cpu] {
-        for dim in 1..=256 {
-            for group in (1..=71).chain([128, 1024]) {
-                let geometry = HeadGeometry::with_v_head_dim(group, 1, dim, 257 - dim).unwrap();
-                let tiles = Tiles::new(&geometry, processor);
-                let rows = tiles.decode_rows * tiles.row_slots.min(LANES);
+    for dim in 1..=256 {
+        for group in (1..=71).chain([128, 1024]) {
+            let geometry = HeadGeometry::with_v_head_dim(group, 1, dim, 257 - dim).unwrap();
+            for variants in Variants::all(&geometry) {
+                let tiles = Tiles::new(&geometry, &variants);
                 assert!(tiles.decode_bytes() <= limits.max_compute_workgroup_storage_size, "{geometry:?}");
-                assert!(rows > 0 && tiles.row_slots <= LANES && tiles.merge_rows * tiles.v_chunks <= LANES);
+                assert!(tiles.decode_rows > 0 && tiles.row_slots <= tiles.decode_lanes);
+                assert!(tiles.merge_rows > 0 && tiles.merge_rows * tiles.v_chunks <= LANES);
                 assert!(tiles.key_streams > 0 && tiles.scores >= tiles.decode_rows * SPLIT_KEYS);
+                assert!(tiles.v_span * tiles.decode_lanes >= tiles.v_chunks);
             }
         }
     }
@@ -432,14 +447,14 @@ fn fault_22_a_launch_that_is_dropped() {
     ] {
         let case = build(&spec).unwrap();
         let edits = [edit(kernel, "atomicAdd(&status[STATUS_DONE], 1u);", "")];
-        let error = run_edited(&mut gpu.fresh_runner(), &case, &run_options(&spec), &edits).unwrap_err();
+        let error = run_edited(&mut gpu.fresh_runner(), &case, &base_options(&spec), &edits).unwrap_err();
         assert!(matches!(error, RunError::Status(StatusError::Incomplete { needed: 1.., .. })), "{error}");
     }
     // A pool that the device cannot bind is an error with the numbers, not a log line.
     let spec = prefill("22").paged(Pool::new(4).times(20));
     let limits = gpu.fresh_runner().device().limits();
     let limits = wgpu::Limits { max_storage_buffer_binding_size: 8192, ..limits };
-    let error = gpu.limited_runner(limits).run(&build(&spec).unwrap(), &run_options(&spec)).unwrap_err();
+    let error = gpu.limited_runner(limits).run(&build(&spec).unwrap(), &base_options(&spec)).unwrap_err();
     assert!(matches!(error, RunError::Layout(LayoutError::Binding { found: 8192, needed: 8193.. })), "{error}");
 }
 
@@ -454,7 +469,7 @@ fn a_page_id_that_slipped_past_the_host_is_not_followed() {
             "return Page(id, id < params.page_count);",
             "return Page(id + 9999u, id + 9999u < params.page_count);",
         )];
-        let error = run_edited(&mut gpu.fresh_runner(), &case, &run_options(&spec), &edits).unwrap_err();
+        let error = run_edited(&mut gpu.fresh_runner(), &case, &base_options(&spec), &edits).unwrap_err();
         assert!(matches!(error, RunError::Status(StatusError::PageId { bits: 1 })), "{error}");
     }
 }
@@ -474,7 +489,7 @@ fn a_loop_that_the_driver_ends_early_is_reported() {
     ] {
         let case = build(&spec).unwrap();
         let error =
-            run_edited(&mut gpu.fresh_runner(), &case, &run_options(&spec), &[edit(kernel, from, to)]).unwrap_err();
+            run_edited(&mut gpu.fresh_runner(), &case, &base_options(&spec), &[edit(kernel, from, to)]).unwrap_err();
         assert!(matches!(error, RunError::Status(StatusError::CutShort { .. })), "{error}");
     }
 }
@@ -505,7 +520,7 @@ fn fault_38_tiles_that_do_not_fit() {
             q: Dtype::Bf16,
             kv: Dtype::F16,
             out: Dtype::F16,
-            processor: Processor::of(runner.adapter_info()),
+            variants: base(&heads.geometry().unwrap()),
         };
         let start = std::time::Instant::now();
         pollster::block_on(Kernels::new(runner.device(), &config)).unwrap();

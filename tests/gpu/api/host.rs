@@ -2,7 +2,7 @@
 
 use std::sync::{Mutex, OnceLock, PoisonError};
 
-use paged_attention::kernels::{Kernels, Processor};
+use paged_attention::kernels::Kernels;
 use paged_attention::{
     Attention, AttentionConfig, AttentionIo, Batch, Case, Dtype, KvLayout, KvSource, STATUS_BYTES, Status, Tensor,
     Workspace, padded_dim, wgpu,
@@ -14,7 +14,7 @@ use crate::common::{Gpu, gpu};
 pub struct Host {
     pub device: wgpu::Device,
     pub queue: wgpu::Queue,
-    info: wgpu::AdapterInfo,
+    gpu: &'static Gpu,
     kernels: Mutex<Vec<Kernels>>,
 }
 
@@ -27,20 +27,22 @@ pub fn host() -> Option<&'static Host> {
 }
 
 impl Host {
-    pub fn open(gpu: &Gpu, limits: wgpu::Limits) -> Self {
+    pub fn open(gpu: &'static Gpu, limits: wgpu::Limits) -> Self {
         let adapter = gpu.adapter();
         let descriptor = wgpu::DeviceDescriptor {
             label: Some("application"),
+            required_features: adapter.features() & wgpu::Features::SUBGROUP,
             required_limits: limits.or_worse_values_from(&adapter.limits()),
             ..wgpu::DeviceDescriptor::default()
         };
         let (device, queue) = pollster::block_on(adapter.request_device(&descriptor)).unwrap();
-        Self { device, queue, info: adapter.get_info(), kernels: Mutex::default() }
+        Self { device, queue, gpu, kernels: Mutex::default() }
     }
 
     /// Attention for a configuration; each pipeline is made once.
     pub fn attention(&self, config: &AttentionConfig) -> Attention {
-        let wanted = config.kernels(Processor::of(&self.info));
+        let (geometry, kv) = (config.layout.geometry(), config.layout.dtype());
+        let wanted = config.kernels(self.gpu.variants(geometry, config.q, kv, config.out).unwrap());
         let mut made = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
         let known = made.iter().find(|kernels| kernels.config().pipeline_key() == wanted.pipeline_key()).cloned();
         let kernels = known.unwrap_or_else(|| {
