@@ -3,7 +3,10 @@
 //! `cargo bench --bench attention [-- NAME...]` measures the named shapes, or all. Every result is checked against
 //! f64 first. A round times every contender once, in alternating order, and the adapter's multiply-add rate beside
 //! them; a figure is the median over rounds of a ratio inside one round, so that a slow spell of the machine hits
-//! both sides. Without `--bench` (as `cargo test --benches` does) only the checks run, on small shapes.
+//! both sides. It does not hit them alike where shaders run on the CPU: kernels scale differently over cores, so quote
+//! ratios only from a run whose multiply-add rate is that of the idle machine.
+//!
+//! Without `--bench` (as `cargo test --benches` does) only the checks run, on small shapes.
 
 #![allow(missing_docs, reason = "a program, not a library")]
 #![allow(clippy::print_stdout, reason = "its purpose")]
