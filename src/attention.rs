@@ -28,6 +28,30 @@ impl AttentionConfig {
     pub fn kernels(&self, variants: Variants) -> KernelConfig {
         KernelConfig { geometry: *self.layout.geometry(), q: self.q, kv: self.layout.dtype(), out: self.out, variants }
     }
+
+    /// What the buffers of a call with `total_q` query rows hold, at least one vector of 16 bytes or one word each: an
+    /// empty binding is not allowed.
+    pub fn buffer_bytes(&self, total_q: u32) -> BufferBytes {
+        let geometry = self.layout.geometry();
+        let rows = u64::from(total_q) * u64::from(geometry.q_heads());
+        let row_bytes = |dtype: Dtype, dim| (rows * u64::from(dtype.row_words(dim)) * 4).max(16);
+        BufferBytes {
+            q: row_bytes(self.q, geometry.head_dim()),
+            out: row_bytes(self.out, geometry.v_head_dim()),
+            lse: (rows * 4).max(4),
+        }
+    }
+}
+
+/// Bytes of the row tensors of one call, padding included.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BufferBytes {
+    /// Query rows `[total_q, q_heads, head_dim]`.
+    pub q: u64,
+    /// Output rows `[total_q, q_heads, v_head_dim]`.
+    pub out: u64,
+    /// Log-sum-exp `[total_q, q_heads]`.
+    pub lse: u64,
 }
 
 /// A call that cannot be bound. Nothing was recorded.
@@ -54,6 +78,16 @@ pub enum BindError {
         /// Bytes needed.
         needed: u64,
     },
+    /// A buffer was not made for this use.
+    #[error("`{buffer}` has usage {found:?}; {needed:?} is needed")]
+    Usage {
+        /// Which buffer.
+        buffer: &'static str,
+        /// Its usages.
+        found: wgpu::BufferUsages,
+        /// The usage needed.
+        needed: wgpu::BufferUsages,
+    },
     /// A binding starts where the device does not allow it.
     #[error("`{buffer}` starts at byte {found}; the device needs a multiple of {needed}")]
     Unaligned {
@@ -67,6 +101,9 @@ pub enum BindError {
     /// The plan was made for another pool than this attention.
     #[error("the plan was made for another pool layout")]
     OtherLayout,
+    /// The plan was made for kernels of other tile sizes than this attention's.
+    #[error("the plan was made for kernels with other tile sizes")]
+    OtherKernels,
     /// More workgroups are needed than the device can dispatch at once.
     #[error("kernel `{kernel}` needs {needed} workgroups; the device allows {axis_max} on each of three axes")]
     TooManyWorkgroups {
@@ -79,7 +116,7 @@ pub enum BindError {
     },
 }
 
-/// Buffers of one layer's attention. Each binding's size, or the rest of its buffer, must hold what the shape needs; it
+/// Buffers of one layer's attention, all with usage `STORAGE`. Each binding's size, or the rest of its buffer, must hold what the shape needs; it
 /// may hold more, and no more than what is needed is bound.
 ///
 /// `out` and `lse` may be parts of one buffer, and so may `q` and `kv`. WebGPU allows no buffer to be read and written
@@ -230,19 +267,19 @@ impl Attention {
         if plan.layout != self.config.layout {
             return Err(BindError::OtherLayout);
         }
-        let geometry = self.config.layout.geometry();
-        let rows = u64::from(plan.total_q) * u64::from(geometry.q_heads());
-        // An empty binding is not allowed; one vector stands for it.
-        let row_bytes = |dtype: Dtype, dim| (rows * u64::from(dtype.row_words(dim)) * 4).max(16);
+        if plan.tiles != self.kernels.config().tiles() {
+            return Err(BindError::OtherKernels);
+        }
+        let bytes = self.config.buffer_bytes(plan.total_q);
         let limits = device.limits();
         let plan_words = wgpu::BufferBinding { buffer: &plan.buffer, offset: PARAMS_BYTES, size: None };
         let plan_bytes = plan.buffer.size().saturating_sub(PARAMS_BYTES);
         let entries = [
             ("plan", plan_words, plan_bytes),
-            ("q", io.q, row_bytes(self.config.q, geometry.head_dim())),
+            ("q", io.q, bytes.q),
             ("kv", io.kv, self.config.layout.bytes().max(16)),
-            ("out", io.out, row_bytes(self.config.out, geometry.v_head_dim())),
-            ("lse", io.lse, (rows * 4).max(4)),
+            ("out", io.out, bytes.out),
+            ("lse", io.lse, bytes.lse),
             ("workspace", workspace.partials.as_entire_buffer_binding(), plan.workspace_bytes.max(16)),
             ("status", workspace.status.as_entire_buffer_binding(), STATUS_BYTES),
         ];
@@ -288,6 +325,10 @@ pub(crate) fn storage_bindings<'a, const N: usize>(
     let alignment = u64::from(limits.min_storage_buffer_offset_alignment);
     for (buffer, binding, needed) in &entries {
         let (buffer, needed) = (*buffer, *needed);
+        let usage = binding.buffer.usage();
+        if !usage.contains(wgpu::BufferUsages::STORAGE) {
+            return Err(BindError::Usage { buffer, found: usage, needed: wgpu::BufferUsages::STORAGE });
+        }
         if needed > allowed {
             return Err(BindError::TooLarge { buffer, found: allowed, needed });
         }

@@ -36,7 +36,7 @@ mod status;
 mod tensor;
 mod verify;
 
-pub use attention::{Attention, AttentionConfig, AttentionIo, BindError, Call, Workspace};
+pub use attention::{Attention, AttentionConfig, AttentionIo, BindError, BufferBytes, Call, Workspace};
 pub use batch::{Batch, BatchError};
 pub use case::{AttentionOptions, Case, CaseError, KvSource, SCORE_LOG2_MAX, SequenceKv};
 pub use chains::Chains;

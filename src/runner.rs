@@ -386,9 +386,9 @@ impl Runner {
         let (device, config) = (&self.device, attention.config());
         let (layout, geometry) = (&config.layout, config.layout.geometry());
         let workspace = Workspace::new(device, plan.workspace_bytes());
-        let rows = u64::from(plan.total_q()) * u64::from(geometry.q_heads());
-        let out_bytes = rows * u64::from(config.out.row_words(geometry.v_head_dim())) * 4;
-        let lse_bytes = rows * 4;
+        // Without rows there is nothing to read back.
+        let bytes = config.buffer_bytes(plan.total_q());
+        let (out_bytes, lse_bytes) = if plan.total_q() > 0 { (bytes.out, bytes.lse) } else { (0, 0) };
         let output = |label, bytes: u64| -> Result<wgpu::Buffer, RunError> {
             self.buffer(label, bytes, wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_SRC)
         };

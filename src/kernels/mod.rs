@@ -16,7 +16,7 @@ use crate::geometry::{Dtype, HeadGeometry};
 pub(crate) use grid::fold_grid;
 pub use source::KernelId;
 pub use tiles::{DECODE_ROWS_MAX, LANES, SPLIT_KEYS, Tiles};
-pub use variant::{AdapterFacts, DecodeVariant, PrefillVariant, SUBGROUP_SIZES, Variants};
+pub use variant::{AdapterFacts, DecodeVariant, ItemOrder, PrefillVariant, SUBGROUP_SIZES, Variants};
 
 /// What the kernels are specialised for.
 ///

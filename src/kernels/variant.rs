@@ -8,6 +8,15 @@ use crate::geometry::{HeadGeometry, ROW_ALIGN, padded_dim};
 /// Subgroup sizes that there are variants for.
 pub const SUBGROUP_SIZES: [u32; 5] = [4, 8, 16, 32, 64];
 
+/// In which order work items of unequal size are dispatched.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ItemOrder {
+    /// Large ones first: workgroups are taken one by one, and small ones fill the gaps at the end.
+    LargeFirst,
+    /// Large and small in turn: each thread is given one stretch of the grid, as llvmpipe does.
+    Alternating,
+}
+
 /// How the prefill kernel is built.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct PrefillVariant {
@@ -22,6 +31,8 @@ pub struct PrefillVariant {
     pub step_keys: u32,
     /// Keys per split, a multiple of `step_keys`; longer sequences leave partial states.
     pub split_keys: u32,
+    /// Order of the work items.
+    pub order: ItemOrder,
 }
 
 /// How the decode kernel is built.
@@ -65,16 +76,18 @@ pub struct Variants {
 pub struct AdapterFacts {
     /// Whether shaders run on the CPU: loads cost as much as arithmetic, and registers spill to a cache that is near.
     pub cpu: bool,
+    /// Whether the driver's compiler takes minutes over long kernels: software OpenGL.
+    pub slow_compiler: bool,
     /// Smallest and largest subgroup size; `None` where the device has no subgroups enabled.
     pub subgroup_sizes: Option<(u32, u32)>,
 }
 
 impl AdapterFacts {
     /// A GPU of which nothing more is known.
-    pub const PLAIN_GPU: Self = Self { cpu: false, subgroup_sizes: None };
+    pub const PLAIN_GPU: Self = Self { cpu: false, slow_compiler: false, subgroup_sizes: None };
 
     /// A software driver of which nothing more is known.
-    pub const PLAIN_CPU: Self = Self { cpu: true, subgroup_sizes: None };
+    pub const PLAIN_CPU: Self = Self { cpu: true, slow_compiler: false, subgroup_sizes: None };
 
     /// The same with subgroups of one size.
     #[must_use]
@@ -85,8 +98,10 @@ impl AdapterFacts {
     /// Reads the facts. `device` may have fewer features than its adapter.
     pub fn new(adapter: &wgpu::AdapterInfo, device: &wgpu::Device) -> Self {
         let subgroups = device.features().contains(wgpu::Features::SUBGROUP);
+        let cpu = adapter.device_type == wgpu::DeviceType::Cpu;
         Self {
-            cpu: adapter.device_type == wgpu::DeviceType::Cpu,
+            cpu,
+            slow_compiler: cpu && adapter.backend == wgpu::Backend::Gl,
             subgroup_sizes: subgroups.then_some((adapter.subgroup_min_size, adapter.subgroup_max_size)),
         }
     }
@@ -120,7 +135,7 @@ impl Variants {
     /// Checks sizes that a caller has chosen.
     pub(super) fn validate(&self) -> Result<(), BuildError> {
         let refuse = |why| Err(BuildError::Variants { variants: Box::new(*self), why });
-        let PrefillVariant { subgroup, lanes, rows_per_lane, step_keys, split_keys } = self.prefill;
+        let PrefillVariant { subgroup, lanes, rows_per_lane, step_keys, split_keys, .. } = self.prefill;
         if [subgroup, self.decode.subgroup()].iter().any(|size| *size != 0 && !SUBGROUP_SIZES.contains(size)) {
             return refuse("subgroups have 4, 8, 16, 32 or 64 lanes, or are not used: 0");
         }
@@ -156,13 +171,31 @@ impl Variants {
 fn prefill(facts: &AdapterFacts, geometry: &HeadGeometry, subgroup: u32) -> PrefillVariant {
     let row_words = padded_dim(geometry.head_dim()) + padded_dim(geometry.v_head_dim());
     if facts.cpu {
-        let rows_per_lane = if row_words <= 256 { 4 } else { 2 };
+        let rows_per_lane = match row_words {
+            _ if facts.slow_compiler => 1,
+            ..=256 => 4,
+            _ => 2,
+        };
         // llvmpipe of Mesa 22 ends all loops of an invocation after 65,535 iterations.
-        PrefillVariant { subgroup, lanes: 64 / rows_per_lane, rows_per_lane, step_keys: 2, split_keys: 1 << 15 }
+        PrefillVariant {
+            subgroup,
+            lanes: 64 / rows_per_lane,
+            rows_per_lane,
+            step_keys: 2,
+            split_keys: 1 << 15,
+            order: ItemOrder::Alternating,
+        }
     } else {
         let rows_per_lane = if row_words <= 12 * ROW_ALIGN { 2 } else { 1 };
         // Prefill has rows enough to fill a GPU, so its keys need no split.
-        PrefillVariant { subgroup, lanes: 64, rows_per_lane, step_keys: 4, split_keys: 1 << 31 }
+        PrefillVariant {
+            subgroup,
+            lanes: 64,
+            rows_per_lane,
+            step_keys: 4,
+            split_keys: 1 << 31,
+            order: ItemOrder::LargeFirst,
+        }
     }
 }
 

@@ -10,7 +10,7 @@ use crate::batch::{Batch, BatchError};
 use crate::case::AttentionOptions;
 use crate::chains::Chains;
 use crate::geometry::HeadGeometry;
-use crate::kernels::{KernelId, Tiles};
+use crate::kernels::{ItemOrder, KernelId, Tiles};
 use crate::kv::{KvLayout, RowLayout};
 
 /// A batch that cannot be planned.
@@ -85,6 +85,7 @@ pub struct Plan {
     pub(crate) words: Vec<u32>,
     pub(crate) total_q: u32,
     pub(crate) layout: KvLayout,
+    tiles: Tiles,
     workspace_bytes: u64,
     chains: Vec<Chains>,
 }
@@ -141,6 +142,7 @@ impl Plan {
             words,
             total_q: batch.total_q(),
             layout: *layout,
+            tiles: *tiles,
             workspace_bytes: lists.states * state_bytes(tiles),
             chains: lists.chains,
         })
@@ -186,6 +188,7 @@ pub struct DevicePlan {
     pub(crate) buffer: wgpu::Buffer,
     pub(crate) params: Params,
     pub(crate) layout: KvLayout,
+    pub(crate) tiles: Tiles,
     pub(crate) total_q: u32,
     pub(crate) workspace_bytes: u64,
 }
@@ -203,6 +206,7 @@ impl DevicePlan {
             buffer,
             params: plan.params,
             layout: plan.layout,
+            tiles: plan.tiles,
             total_q: plan.total_q,
             workspace_bytes: plan.workspace_bytes,
         })
@@ -314,8 +318,14 @@ impl WorkLists {
                 count("vectors of partial states", lists.states * u64::from(1 + 2 * tiles.v_chunks))?;
             }
         }
-        // Heavy work first; the sort is stable, so the order is the same on every machine.
+        // The sort is stable, so the order is the same on every machine.
         lists.prefill.sort_by_key(|item| std::cmp::Reverse(item.key_end - item.key_begin));
+        if tiles.prefill.order == ItemOrder::Alternating {
+            let large = lists.prefill.len().div_ceil(2);
+            let small = lists.prefill.split_off(large);
+            let mut small = small.into_iter().rev();
+            lists.prefill = lists.prefill.into_iter().flat_map(|item| [Some(item), small.next()]).flatten().collect();
+        }
         Ok(lists)
     }
 }
