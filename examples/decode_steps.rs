@@ -71,9 +71,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 
         // Plans are made once per step; a model would bind them once per layer.
         let plan = attention.plan(&batch)?;
-        let workspace = Workspace::new(&device, plan.workspace_bytes());
+        let workspace = Workspace::new(&device, plan.workspace_bytes())?;
         let plan = DevicePlan::upload(&device, &plan)?;
-        let append = Append::upload(&device, &layout, &AppendPlan::new(&layout, &batch)?)?;
+        let append = Append::upload(&device, &AppendPlan::new(&layout, &batch)?)?;
         let source = AppendSource {
             k: k.as_entire_buffer_binding(),
             v: v.as_entire_buffer_binding(),

@@ -88,6 +88,14 @@ pub enum BindError {
         /// The usage needed.
         needed: wgpu::BufferUsages,
     },
+    /// A tensor that is written shares bytes with another.
+    #[error("`{written}`, which is written, overlaps `{other}`")]
+    Overlap {
+        /// The tensor that is written.
+        written: &'static str,
+        /// The other one.
+        other: &'static str,
+    },
     /// A binding starts where the device does not allow it.
     #[error("`{buffer}` starts at byte {found}; the device needs a multiple of {needed}")]
     Unaligned {
@@ -142,15 +150,23 @@ pub struct Workspace {
 
 impl Workspace {
     /// Room for plans of up to `bytes` ([`Plan::workspace_bytes`]). The status words start at zero.
-    pub fn new(device: &wgpu::Device, bytes: u64) -> Self {
+    ///
+    /// # Errors
+    /// [`BindError::TooLarge`] if the device cannot bind so much at once.
+    pub fn new(device: &wgpu::Device, bytes: u64) -> Result<Self, BindError> {
+        let limits = device.limits();
+        let found = limits.max_storage_buffer_binding_size.min(limits.max_buffer_size);
+        if bytes > found {
+            return Err(BindError::TooLarge { buffer: "workspace", found, needed: bytes });
+        }
         let buffer = |label, size, usage| {
             let usage = wgpu::BufferUsages::STORAGE | usage;
             device.create_buffer(&wgpu::BufferDescriptor { label: Some(label), size, usage, mapped_at_creation: false })
         };
-        Self {
+        Ok(Self {
             partials: buffer("attention partial states", bytes.max(16), wgpu::BufferUsages::empty()),
             status: buffer("attention status", STATUS_BYTES, wgpu::BufferUsages::COPY_SRC),
-        }
+        })
     }
 
     /// The two status words, to be copied out and read as [`crate::Status`].
@@ -169,6 +185,7 @@ pub(crate) struct Dispatch {
 /// A call with its bindings: recording it creates nothing.
 #[derive(Clone, Debug)]
 pub struct Call {
+    kernels: Kernels,
     bindings: wgpu::BindGroup,
     dispatches: Vec<Dispatch>,
     workgroups: u32,
@@ -296,21 +313,26 @@ impl Attention {
         let params = wgpu::BufferBinding { buffer: &plan.buffer, offset: 0, size: wgpu::BufferSize::new(PARAMS_BYTES) };
         let resources = std::iter::once(params).chain(bindings);
         Ok(Call {
+            kernels: self.kernels.clone(),
             bindings: bind_group(device, self.kernels.attention_layout(), resources),
             dispatches,
             workgroups: prefill_groups.wrapping_add(decode_groups).wrapping_add(merge_groups),
         })
     }
 
-    /// Records the call: at most one dispatch per kernel. Creates nothing, submits nothing.
+    /// Records the call, with the kernels that it was bound for: at most one dispatch per kernel. Creates nothing,
+    /// submits nothing.
     pub fn encode(&self, pass: &mut wgpu::ComputePass<'_>, call: &Call) {
         for Dispatch { kernel, grid: [x, y, z] } in &call.dispatches {
-            pass.set_pipeline(self.kernels.pipeline(*kernel));
+            pass.set_pipeline(call.kernels.pipeline(*kernel));
             pass.set_bind_group(0, &call.bindings, &[]);
             pass.dispatch_workgroups(*x, *y, *z);
         }
     }
 }
+
+/// Names of the bindings that kernels write to; `kv` is written by the append alone, and there named so.
+const WRITTEN: [&str; 5] = ["out", "lse", "workspace", "status", "kv"];
 
 /// Checks storage bindings, each with its name and the bytes that the shape needs, against what the device allows.
 ///
@@ -339,6 +361,14 @@ pub(crate) fn storage_bindings<'a, const N: usize>(
         }
         if !binding.offset.is_multiple_of(alignment) {
             return Err(BindError::Unaligned { buffer, found: binding.offset, needed: alignment });
+        }
+    }
+    for (index, (written, a, a_bytes)) in entries.iter().enumerate() {
+        for (other_index, (other, b, b_bytes)) in entries.iter().enumerate() {
+            let apart = a.offset + a_bytes <= b.offset || b.offset + b_bytes <= a.offset;
+            if index != other_index && WRITTEN.contains(written) && a.buffer == b.buffer && !apart {
+                return Err(BindError::Overlap { written, other });
+            }
         }
     }
     Ok(entries.map(|(_, binding, needed)| wgpu::BufferBinding { size: wgpu::BufferSize::new(needed), ..binding }))

@@ -283,13 +283,13 @@ impl Runner {
         let options = AttentionOptions::new(&geometry);
         let attention = Attention::with_kernels(kernels.clone(), &AttentionConfig { q, out, layout, options })?;
         let batch = Batch { q_indptr: &[0], page_indptr: &[0], page_ids: &[], kv_len: &[] };
-        let workspace = Workspace::new(device, 0);
+        let workspace = Workspace::new(device, 0)?;
         let buffers = [0; 4].map(|_| self.buffer("warm-up", 0, wgpu::BufferUsages::STORAGE));
         let [a, b, c, d] = buffers;
         let (a, b, c, d) = (a?, b?, c?, d?);
         let [q, kv, out, lse] = [&a, &b, &c, &d].map(wgpu::Buffer::as_entire_buffer_binding);
         let source = AppendSource { k: q.clone(), v: q.clone(), kv: kv.clone() };
-        let append = Append::upload(device, &layout, &AppendPlan::new(&layout, &batch)?)?;
+        let append = Append::upload(device, &AppendPlan::new(&layout, &batch)?)?;
         let append = append.bind(device, kernels, source, &workspace)?.of_every_kernel();
         let plan = DevicePlan::upload(device, &attention.plan(&batch)?)?;
         let call = attention.bind(device, &plan, AttentionIo { q, kv, out, lse }, &workspace)?.of_every_kernel();
@@ -385,7 +385,7 @@ impl Runner {
     ) -> Result<Submitted, RunError> {
         let (device, config) = (&self.device, attention.config());
         let (layout, geometry) = (&config.layout, config.layout.geometry());
-        let workspace = Workspace::new(device, plan.workspace_bytes());
+        let workspace = Workspace::new(device, plan.workspace_bytes())?;
         // Without rows there is nothing to read back.
         let bytes = config.buffer_bytes(plan.total_q());
         let (out_bytes, lse_bytes) = if plan.total_q() > 0 { (bytes.out, bytes.lse) } else { (0, 0) };
@@ -400,7 +400,7 @@ impl Runner {
             KvSource::Contiguous { k, v, kv_indptr } => {
                 // Every token is new.
                 let batch = Batch { q_indptr: kv_indptr, ..table.batch(case) };
-                let append = Append::upload(device, layout, &AppendPlan::new(layout, &batch)?)?;
+                let append = Append::upload(device, &AppendPlan::new(layout, &batch)?)?;
                 let source = [
                     self.upload("k", &padded(k, geometry.head_dim()))?,
                     self.upload("v", &padded(v, geometry.v_head_dim()))?,

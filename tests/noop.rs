@@ -5,7 +5,9 @@
 use std::io::Write as _;
 use std::time::Instant;
 
-use paged_attention::kernels::{AdapterFacts, KernelConfig, KernelId, Kernels, SPLIT_KEYS, Variants};
+use paged_attention::kernels::{
+    AdapterFacts, DecodeVariant, KernelConfig, KernelId, Kernels, PrefillVariant, SPLIT_KEYS, Variants,
+};
 use paged_attention::{
     Append, AppendError, AppendPlan, AppendSource, Attention, AttentionConfig, AttentionIo, AttentionOptions, Batch,
     BatchError, BindError, BuildError, DevicePlan, Dtype, HeadGeometry, KvLayout, LayoutError, PageSize, Plan,
@@ -102,7 +104,7 @@ impl App {
         let plan = with_mixed_batch(|batch| attention.plan(batch)).unwrap();
         assert!(plan.workgroups().iter().all(|(_, groups)| *groups > 0));
         let device_plan = DevicePlan::upload(&device, &plan).unwrap();
-        let workspace = Workspace::new(&device, plan.workspace_bytes());
+        let workspace = Workspace::new(&device, plan.workspace_bytes()).unwrap();
         let buffers = NEEDED.map(|bytes| storage(&device, bytes));
         Self { device, queue, attention, plan, device_plan, workspace, buffers }
     }
@@ -148,11 +150,11 @@ fn buffers_that_are_too_small() {
     let needed = app.plan.workspace_bytes();
     assert_eq!(needed, 2 * 2 * 2 * 7 * 16);
     for bytes in [0, 16, needed - 16] {
-        let workspace = Workspace::new(&app.device, bytes);
+        let workspace = Workspace::new(&app.device, bytes).unwrap();
         let error = app.attention.bind(&app.device, &app.device_plan, app.io(), &workspace).map(|_| ());
         assert_eq!(error, too_small("workspace", bytes.max(16), needed));
     }
-    let roomy = Workspace::new(&app.device, 10 * needed);
+    let roomy = Workspace::new(&app.device, 10 * needed).unwrap();
     app.attention.bind(&app.device, &app.device_plan, app.io(), &roomy).unwrap();
 }
 
@@ -191,6 +193,76 @@ fn tensors_that_share_a_buffer() {
     assert!(record(AttentionIo { out: part(0, out), lse: part(1, lse), ..app.io() }));
     assert!(!record(AttentionIo { q: part(0, q), out: part(1, out), ..app.io() }));
     assert!(!record(AttentionIo { kv: part(0, kv), lse: part(1, lse), ..app.io() }));
+}
+
+/// Bytes of what is written belong to nobody else, in one buffer or not.
+#[test]
+fn tensors_that_overlap() {
+    let app = App::new(wgpu::Limits::default());
+    let [_, kv, out, lse] = NEEDED;
+    let arena = storage(&app.device, 1 << 20);
+    let bind = |io| app.attention.bind(&app.device, &app.device_plan, io, &app.workspace).map(|_| ());
+    let both = |offset| AttentionIo { out: binding(&arena, 0, out), lse: binding(&arena, offset, lse), ..app.io() };
+    let touching = out.next_multiple_of(256);
+    assert_eq!(bind(both(touching)), Ok(()));
+    assert_eq!(bind(both(touching - 256)), Err(BindError::Overlap { written: "out", other: "lse" }));
+    let alone = AttentionIo { kv: binding(&arena, 0, kv), out: binding(&arena, 256, out), ..app.io() };
+    assert_eq!(bind(alone), Err(BindError::Overlap { written: "kv", other: "out" }));
+}
+
+/// A plan is for the kernels that made it, a buffer for the use that it was made for, a workspace within limits.
+#[test]
+fn parts_that_do_not_belong_together() {
+    let app = App::new(wgpu::Limits::default());
+    let config = *app.attention.config();
+    let geometry = *config.layout.geometry();
+    let own = app.attention.kernels().config().variants;
+    let all = [AdapterFacts::PLAIN_GPU, AdapterFacts::PLAIN_CPU].map(|facts| Variants::base(&facts, &geometry));
+    let variants = all.into_iter().find(|variants| *variants != own).unwrap();
+    let kernels = pollster::block_on(Kernels::new(&app.device, &config.kernels(variants))).unwrap();
+    let other = Attention::with_kernels(kernels, &config).unwrap();
+    let error = other.bind(&app.device, &app.device_plan, app.io(), &app.workspace).map(|_| ());
+    assert_eq!(error, Err(BindError::OtherKernels));
+
+    let usage = wgpu::BufferUsages::COPY_DST;
+    let descriptor = wgpu::BufferDescriptor { label: None, size: 1 << 20, usage, mapped_at_creation: false };
+    let copy_only = app.device.create_buffer(&descriptor);
+    for buffer in NAMES {
+        let error = app.bind(buffer, copy_only.as_entire_buffer_binding());
+        assert_eq!(error, Err(BindError::Usage { buffer, found: usage, needed: wgpu::BufferUsages::STORAGE }));
+    }
+
+    let found = 1 << 27;
+    let error = Workspace::new(&app.device, found + 16).map(|_| ());
+    assert_eq!(error, Err(BindError::TooLarge { buffer: "workspace", found, needed: found + 16 }));
+}
+
+/// Sizes of a variant that the kernels cannot have.
+#[test]
+fn variants_that_cannot_be_built() {
+    let (device, ..) = device(wgpu::Limits::default());
+    let geometry = HeadGeometry::new(4, 2, 20).unwrap();
+    let good = base(&geometry);
+    let PrefillVariant { split_keys, .. } = good.prefill;
+    for (prefill, decode) in [
+        (PrefillVariant { rows_per_lane: 0, ..good.prefill }, good.decode),
+        (PrefillVariant { lanes: 0, ..good.prefill }, good.decode),
+        (PrefillVariant { lanes: 20, subgroup: 8, ..good.prefill }, good.decode),
+        (PrefillVariant { subgroup: 5, ..good.prefill }, good.decode),
+        (PrefillVariant { step_keys: 0, ..good.prefill }, good.decode),
+        (PrefillVariant { step_keys: 3, split_keys, ..good.prefill }, good.decode),
+        (good.prefill, DecodeVariant::Streams { subgroup: 0 }),
+        (good.prefill, DecodeVariant::Exchange { subgroup: 7 }),
+    ] {
+        let variants = Variants { prefill, decode };
+        let config = KernelConfig { geometry, q: Dtype::F32, kv: Dtype::F32, out: Dtype::F32, variants };
+        let error = pollster::block_on(Kernels::new(&device, &config)).unwrap_err();
+        assert!(matches!(error, BuildError::Variants { .. }), "{error}");
+    }
+    let variants = Variants { decode: DecodeVariant::Exchange { subgroup: 8 }, ..good };
+    let config = KernelConfig { geometry, q: Dtype::F32, kv: Dtype::F32, out: Dtype::F32, variants };
+    let error = pollster::block_on(Kernels::new(&device, &config)).unwrap_err();
+    assert_eq!(error, BuildError::Subgroups { kernel: "decode", subgroup: 8 });
 }
 
 #[test]
@@ -278,7 +350,7 @@ fn appends_that_cannot_be_bound() {
     // The 41 last tokens; 3 vectors per key row and per value row, 2 heads.
     let plan = with_mixed_batch(|batch| AppendPlan::new(&layout, batch)).unwrap();
     assert_eq!(plan.tokens(), 41);
-    let append = Append::upload(&app.device, &layout, &plan).unwrap();
+    let append = Append::upload(&app.device, &plan).unwrap();
     let needed = [("k", 41 * 2 * 3 * 16), ("v", 41 * 2 * 3 * 16), ("kv", NEEDED[1])];
     let buffers = needed.map(|(_, bytes)| storage(&app.device, bytes + 256));
     let bind = |name: &str, with: wgpu::BufferBinding<'_>| {
@@ -303,7 +375,7 @@ fn appends_that_cannot_be_bound() {
     let groups = (41_u32 * 2 * 6).div_ceil(64);
     assert_eq!(bind("k", binding(&buffers[0], 0, needed[0].1)).unwrap().workgroups(), groups);
     let small = App::new(wgpu::Limits { max_compute_workgroups_per_dimension: 1, ..wgpu::Limits::default() });
-    let append = Append::upload(&small.device, &layout, &plan).unwrap();
+    let append = Append::upload(&small.device, &plan).unwrap();
     let buffers = needed.map(|(_, bytes)| storage(&small.device, bytes));
     let [k, v, kv] = buffers.each_ref().map(|buffer| buffer.as_entire_buffer_binding());
     let source = AppendSource { k, v, kv };
@@ -413,7 +485,7 @@ fn base_kernels_need_default_limits_and_no_features() {
     let app = App::new(wgpu::Limits::default());
     let layout = app.attention.config().layout;
     let plan = with_mixed_batch(|batch| AppendPlan::new(&layout, batch)).unwrap();
-    let append = Append::upload(&app.device, &layout, &plan).unwrap();
+    let append = Append::upload(&app.device, &plan).unwrap();
     let new_rows = [(); 2].map(|()| storage(&app.device, 41 * 2 * 3 * 16));
     let [k, v] = new_rows.each_ref().map(|buffer| buffer.as_entire_buffer_binding());
     let source = AppendSource { k, v, kv: app.buffers[1].as_entire_buffer_binding() };

@@ -49,7 +49,7 @@ impl Paged {
         let attention = pollster::block_on(Attention::new(device, &gpu.adapter.get_info(), &config))
             .expect("the kernels are built");
         let plan = attention.plan(&batch).expect("the batch is legal");
-        let workspace = Workspace::new(device, plan.workspace_bytes());
+        let workspace = Workspace::new(device, plan.workspace_bytes()).expect("the workspace fits");
 
         let [q, k, v] = [("q", &problem.q), ("k", &problem.k), ("v", &problem.v)].map(|(name, x)| gpu.upload(name, x));
         let kv = layout.create_buffer(device).expect("the pool fits into a binding");
@@ -58,7 +58,7 @@ impl Paged {
 
         // Every token is new.
         let append_plan = AppendPlan::new(&layout, &Batch { q_indptr: &kv_indptr, ..batch }).expect("legal rows");
-        let append = Append::upload(device, &layout, &append_plan).expect("the plan is uploaded");
+        let append = Append::upload(device, &append_plan).expect("the plan is uploaded");
         let source = AppendSource {
             k: k.as_entire_buffer_binding(),
             v: v.as_entire_buffer_binding(),

@@ -65,6 +65,7 @@ pub(crate) struct AppendParams {
 /// Where each new token goes: made once per step, used for every layer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct AppendPlan {
+    layout: KvLayout,
     params: AppendParams,
     slots: Vec<u32>,
 }
@@ -117,7 +118,7 @@ impl AppendPlan {
             v_row_vectors,
             padding: 0,
         };
-        Ok(Self { params, slots })
+        Ok(Self { layout: *layout, params, slots })
     }
 
     /// Tokens to be written.
@@ -158,11 +159,11 @@ impl Append {
     /// Creates one small buffer that holds the plan.
     ///
     /// # Errors
-    /// [`UploadError`] where the device has no memory, or is lost.
-    pub fn upload(device: &wgpu::Device, layout: &KvLayout, plan: &AppendPlan) -> Result<Self, UploadError> {
+    /// [`UploadError`] where the device allows no buffer of that size, has no memory, or is lost.
+    pub fn upload(device: &wgpu::Device, plan: &AppendPlan) -> Result<Self, UploadError> {
         let words = bytemuck::cast_slice(&plan.slots);
         let buffer = plan_buffer(device, "append plan", bytemuck::bytes_of(&plan.params), words)?;
-        Ok(Self { buffer, params: plan.params, layout: *layout })
+        Ok(Self { buffer, params: plan.params, layout: plan.layout })
     }
 
     /// Binds the plan to one layer's buffers.

@@ -70,7 +70,7 @@ pub(crate) struct Params {
 
 /// A plan that did not reach the device.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
-#[error("the device gave no memory to write the plan of {bytes} bytes into: {message}")]
+#[error("there is no buffer to write the plan of {bytes} bytes into: {message}")]
 pub struct UploadError {
     /// Bytes of the plan.
     pub bytes: u64,
@@ -198,7 +198,7 @@ impl DevicePlan {
     /// plans may be recorded before one submit.
     ///
     /// # Errors
-    /// [`UploadError`] where the device has no memory, or is lost.
+    /// [`UploadError`] where the device allows no buffer of that size, has no memory, or is lost.
     pub fn upload(device: &wgpu::Device, plan: &Plan) -> Result<Self, UploadError> {
         let words = bytemuck::cast_slice(&plan.words);
         let buffer = plan_buffer(device, "attention plan", bytemuck::bytes_of(&plan.params), words)?;
@@ -221,6 +221,11 @@ pub(crate) fn plan_buffer(
     words: &[u8],
 ) -> Result<wgpu::Buffer, UploadError> {
     let bytes = PARAMS_BYTES + (words.len() as u64).max(4);
+    let limits = device.limits();
+    let allowed = limits.max_storage_buffer_binding_size.min(limits.max_buffer_size);
+    if bytes > allowed {
+        return Err(UploadError { bytes, message: format!("the device allows {allowed}") });
+    }
     let buffer = device.create_buffer(&wgpu::BufferDescriptor {
         label: Some(label),
         size: bytes,

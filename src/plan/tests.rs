@@ -8,7 +8,7 @@ use super::{PARAMS_BYTES, Plan, state_bytes};
 use crate::batch::Batch;
 use crate::case::AttentionOptions;
 use crate::geometry::{Dtype, HeadGeometry, PageSize};
-use crate::kernels::{AdapterFacts, PrefillVariant, SPLIT_KEYS, SUBGROUP_SIZES, Tiles, Variants};
+use crate::kernels::{AdapterFacts, ItemOrder, PrefillVariant, SPLIT_KEYS, SUBGROUP_SIZES, Tiles, Variants};
 use crate::kv::KvLayout;
 
 /// A batch that owns its tensors.
@@ -125,8 +125,16 @@ fn check(batch: &Owned) {
     assert_eq!(plan.words[end as usize..], page_ids);
     assert_eq!(plan.device_bytes(), PARAMS_BYTES + 4 * (plan.words.len().max(1) as u64));
     assert_eq!(plan.total_q(), batch.seqs.iter().map(|seq| seq.0).sum::<u32>());
-    // Heavy work first.
-    assert!(lists[0].0.is_sorted_by_key(|item| std::cmp::Reverse(item[3] - item[2])));
+    let sizes: Vec<u32> = lists[0].0.iter().map(|item| item[3] - item[2]).collect();
+    match batch.tiles().prefill.order {
+        ItemOrder::LargeFirst => assert!(sizes.is_sorted_by(|a, b| a >= b)),
+        // The large half falls at even places, the small half rises between.
+        ItemOrder::Alternating => {
+            let half = |first: usize| sizes.iter().skip(first).step_by(2);
+            assert!(half(0).is_sorted_by(|a, b| a >= b) && half(1).is_sorted());
+            assert!(half(0).min() >= half(1).max() || sizes.len() < 2);
+        }
+    }
 
     let mut rows: HashMap<(u32, u32), Row> = HashMap::new();
     for (kind, (items, tile_rows)) in lists.iter().enumerate() {
@@ -229,7 +237,10 @@ fn of_sequence(plan: &Plan, index: usize) -> (Vec<u32>, [Vec<[u32; 3]>; 3], crat
     ]
     .map(|(start, groups)| {
         let own = items(plan, start, groups).into_iter().filter(|item| item[0] == index as u32);
-        own.map(|[_, first_row, key_begin, key_end]| [first_row, key_begin, key_end]).collect()
+        let mut own: Vec<_> = own.map(|[_, first_row, key_begin, key_end]| [first_row, key_begin, key_end]).collect();
+        // The place of an item in the grid depends on the others.
+        own.sort_unstable();
+        own
     });
     (numbers, lists, plan.chains()[index])
 }

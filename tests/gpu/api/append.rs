@@ -35,7 +35,7 @@ impl<'h> Pool<'h> {
         let page_size = PageSize::new(page_size).unwrap();
         let layout = KvLayout::new(heads.geometry().unwrap(), dtype, page_size, page_count).unwrap();
         let expected = random_bytes(rng, layout.bytes() as usize);
-        let (kv, workspace) = (Guarded::new(host, &expected), Workspace::new(&host.device, 0));
+        let (kv, workspace) = (Guarded::new(host, &expected), Workspace::new(&host.device, 0).unwrap());
         Self { host, layout, expected, kv, workspace, workgroups: 0 }
     }
 
@@ -84,7 +84,7 @@ impl<'h> Pool<'h> {
         }
         let (k, v) = (Guarded::new(self.host, &k), Guarded::new(self.host, &v));
         let source = AppendSource { k: k.binding(), v: v.binding(), kv: self.kv.binding() };
-        let append = Append::upload(&self.host.device, &self.layout, &plan).unwrap();
+        let append = Append::upload(&self.host.device, &plan).unwrap();
         let call = append.bind(&self.host.device, kernels, source, &self.workspace).unwrap();
         assert_eq!(call.workgroups() == 0, plan.tokens() == 0);
         self.host.submit(|pass| call.encode(pass));
@@ -196,7 +196,7 @@ fn one_token_at_a_time_up_to_the_last_slot() {
     // Nor with too few rows to copy.
     let one = Batch { kv_len: &[9], ..past };
     let append = AppendPlan::new(&pool.layout, &one).unwrap();
-    let append = Append::upload(&host.device, &pool.layout, &append).unwrap();
+    let append = Append::upload(&host.device, &append).unwrap();
     let [short, enough] = [16, 2 * 64 * 2].map(|bytes| Guarded::unwritten(host, bytes));
     let source = AppendSource { k: enough.binding(), v: short.binding(), kv: pool.kv.binding() };
     let error = append.bind(&host.device, &any_kernels(host), source, &pool.workspace).unwrap_err();

@@ -43,7 +43,7 @@ fn results_are_written_and_nothing_else() {
         }
         let layer = Layer::new(host, &case, spec.out);
         let plan = host.attention(&layer.config).plan(&batch(&case)).unwrap();
-        let workspace = Workspace::new(&host.device, plan.workspace_bytes());
+        let workspace = Workspace::new(&host.device, plan.workspace_bytes()).unwrap();
         run(host, &layer, &DevicePlan::upload(&host.device, &plan).unwrap(), &workspace);
         let [out, lse] = layer.results(host);
         tally.same(&spec, &case, bits("out", &out, &expected.out).or(bits("lse", &lse, &expected.lse)));
@@ -60,7 +60,7 @@ fn results_side_by_side_in_one_buffer() {
     let layer = Layer::new(host, &case, spec.out);
     let attention = host.attention(&layer.config);
     let plan = attention.plan(&batch(&case)).unwrap();
-    let workspace = Workspace::new(&host.device, plan.workspace_bytes());
+    let workspace = Workspace::new(&host.device, plan.workspace_bytes()).unwrap();
     let (out_bytes, lse_bytes) = (4 * expected.out.len() as u64, 4 * expected.lse.len() as u64);
     let alignment = u64::from(host.device.limits().min_storage_buffer_offset_alignment);
     let lse_offset = out_bytes.next_multiple_of(alignment);
@@ -94,7 +94,7 @@ fn a_refused_call_has_no_effect() {
     let attention = host.attention(&layer.config);
     let plan = attention.plan(&batch(&case)).unwrap();
     let device_plan = DevicePlan::upload(&host.device, &plan).unwrap();
-    let workspace = Workspace::new(&host.device, plan.workspace_bytes());
+    let workspace = Workspace::new(&host.device, plan.workspace_bytes()).unwrap();
     let small = Guarded::unwritten(host, 32);
 
     let mut refused = Vec::new();
@@ -103,7 +103,7 @@ fn a_refused_call_has_no_effect() {
     };
     bind(AttentionIo { out: small.binding(), ..layer.io() }, &workspace);
     bind(AttentionIo { lse: small.binding(), ..layer.io() }, &workspace);
-    bind(layer.io(), &Workspace::new(&host.device, 0));
+    bind(layer.io(), &Workspace::new(&host.device, 0).unwrap());
     let io = layer.io();
     bind(AttentionIo { out: wgpu::BufferBinding { offset: io.out.offset + 16, ..io.out }, ..io }, &workspace);
     let layout = &layer.config.layout;
@@ -153,14 +153,14 @@ fn an_element_that_is_not_written_is_noticed() {
         let kernels = pollster::block_on(Kernels::with_edits(&host.device, config, &edits)).unwrap();
         let mutant = Attention::with_kernels(kernels, &layer.config).unwrap();
         let layer = Layer::new(host, &case, spec.out);
-        let workspace = Workspace::new(&host.device, 1 << 16);
+        let workspace = Workspace::new(&host.device, 1 << 16).unwrap();
         let call = mutant.bind(&host.device, &plan, layer.io(), &workspace).unwrap();
         host.submit(|pass| mutant.encode(pass, &call));
         let [out, lse] = layer.results(host);
         let left_out = |found: &[f32]| found.iter().filter(|x| x.is_nan()).count();
         assert!(left_out(&out) + left_out(&lse) > 0, "nobody notices {edits:?}");
     }
-    let workspace = Workspace::new(&host.device, 1 << 16);
+    let workspace = Workspace::new(&host.device, 1 << 16).unwrap();
     run(host, &layer, &plan, &workspace);
     let [out, lse] = layer.results(host);
     assert_eq!(bits("out", &out, &expected.out).or(bits("lse", &lse, &expected.lse)), None);

@@ -57,7 +57,7 @@ fn plans_and_layers_side_by_side() {
             .collect();
         let layers: Vec<_> =
             order.iter().map(|(_, case, _)| Layer::new(host, case, paged_attention::Dtype::F32)).collect();
-        let workspace = Workspace::new(&host.device, steps[1].plan.workspace_bytes());
+        let workspace = Workspace::new(&host.device, steps[1].plan.workspace_bytes()).unwrap();
         let attentions: Vec<_> = layers.iter().map(|layer| host.attention(&layer.config)).collect();
         let calls: Vec<_> = order
             .iter()
@@ -99,7 +99,7 @@ fn status_adds_up() {
     let (case, expected) = &step.layers[0];
     let layer = Layer::new(host, case, paged_attention::Dtype::F32);
     let attention = host.attention(&layer.config);
-    let workspace = Workspace::new(&host.device, step.plan.workspace_bytes());
+    let workspace = Workspace::new(&host.device, step.plan.workspace_bytes()).unwrap();
     let call = attention.bind(&host.device, &step.device_plan, layer.io(), &workspace).unwrap();
     let groups = call.workgroups();
     assert_eq!(groups, step.plan.workgroups().iter().map(|(_, groups)| groups).sum::<u32>());
@@ -130,7 +130,7 @@ fn recording_is_quick() {
     let step = step(gpu, host, BATCHES[1], 1);
     let layer = Layer::new(host, &step.layers[0].0, paged_attention::Dtype::F32);
     let attention = host.attention(&layer.config);
-    let workspace = Workspace::new(&host.device, step.plan.workspace_bytes());
+    let workspace = Workspace::new(&host.device, step.plan.workspace_bytes()).unwrap();
     let call = attention.bind(&host.device, &step.device_plan, layer.io(), &workspace).unwrap();
     let mut milliseconds: Vec<f64> = (0..15)
         .map(|_| {

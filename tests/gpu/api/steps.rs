@@ -61,7 +61,7 @@ impl<'h> Server<'h> {
             heads,
             dtype,
             kv: Guarded::new(host, &vec![UNWRITTEN; layout.bytes() as usize]),
-            workspace: Workspace::new(&host.device, 1 << 20),
+            workspace: Workspace::new(&host.device, 1 << 20).unwrap(),
             free,
             tables: vec![Vec::new(); seqs],
             lengths: vec![0; seqs],
@@ -114,7 +114,7 @@ impl<'h> Server<'h> {
 
         let device = &self.host.device;
         let append = AppendPlan::new(&layout, &batch).unwrap();
-        let append = Append::upload(device, &layout, &append).unwrap();
+        let append = Append::upload(device, &append).unwrap();
         let source = AppendSource { k: inputs[1].binding(), v: inputs[2].binding(), kv: self.kv.binding() };
         let append = append.bind(device, self.attention.kernels(), source, &self.workspace).unwrap();
         let plan = self.attention.plan(&batch).unwrap();

@@ -36,7 +36,7 @@ fn more_sequences_than_an_axis_has_workgroups() {
     let (q, kv) = (Guarded::new(host, &bytes(q)), Guarded::new(host, &bytes(pool)));
     let [out, lse] = [u64::from(SEQS) * 32, u64::from(SEQS) * 4].map(|bytes| Guarded::unwritten(host, bytes));
     let io = AttentionIo { q: q.binding(), kv: kv.binding(), out: out.binding(), lse: lse.binding() };
-    let workspace = Workspace::new(&host.device, plan.workspace_bytes());
+    let workspace = Workspace::new(&host.device, plan.workspace_bytes()).unwrap();
     let call = attention.bind(&host.device, &DevicePlan::upload(&host.device, &plan).unwrap(), io, &workspace).unwrap();
     host.submit(|pass| attention.encode(pass, &call));
     assert_eq!(call.workgroups(), SEQS);
