@@ -89,13 +89,6 @@ fn prefill(
         //end
         let keys_$i = load_kv(k_offset_$i, k_chunk_$i, HEAD_DIM);
         //end
-        //each i V_LOADS
-        var v_offset_$i = v_row_0;
-        //each k 1 STEP_KEYS
-        v_offset_$i = select(v_offset_$i, v_row_$k, v_key_$i >= $ku);
-        //end
-        let values_$i = load_kv(v_offset_$i, v_chunk_$i, V_HEAD_DIM);
-        //end
         //end
         //each c QK_CHUNKS
         {
@@ -134,6 +127,15 @@ fn prefill(
         state_$r = RowState(m_$r, fma(state_$r.l, rescale_$r, sum_$r));
         //end
 
+        //if PREFILL_SUBGROUP
+        //each i V_LOADS
+        var v_offset_$i = v_row_0;
+        //each k 1 STEP_KEYS
+        v_offset_$i = select(v_offset_$i, v_row_$k, v_key_$i >= $ku);
+        //end
+        let values_$i = load_kv(v_offset_$i, v_chunk_$i, V_HEAD_DIM);
+        //end
+        //end
         //each c V_CHUNKS
         {
             //each k STEP_KEYS

@@ -174,8 +174,9 @@ fn prefill(facts: &AdapterFacts, geometry: &HeadGeometry, subgroup: u32) -> Pref
         let rows_per_lane = match (row_words, subgroup) {
             _ if facts.slow_compiler => 1,
             (..=256, 0) => 4,
-            // Broadcasts cost less than loads from one address.
-            (..=256, _) => 3,
+            // Broadcasts cost less than loads from one address: fewer rows per load are enough where rows are short.
+            (..=128, 1..) => 3,
+            (..=256, 1..) => 4,
             _ => 2,
         };
         // One subgroup or a few: there is no occupancy to gain, and few rows are idle at a prompt's end.
