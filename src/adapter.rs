@@ -196,8 +196,8 @@ pub async fn discover_all() -> Vec<wgpu::Adapter> {
 }
 
 /// The adapter to use, without an instance at hand: [`find`], but OpenGL is opened only where Vulkan, Metal and DX12
-/// have no adapter, or none that matches `wanted`, or where WGPU_BACKEND asks for it. Opening it is slow, and without a
-/// display some drivers print messages of their own.
+/// have no adapter, or none that matches `wanted`, or where WGPU_BACKEND asks for it: it mostly lists the
+/// same devices again.
 ///
 /// # Errors
 /// As [`select`].
