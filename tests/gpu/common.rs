@@ -36,9 +36,8 @@ fn open() -> Result<Option<Gpu>, String> {
         say("PAGED_ATTENTION_SKIP_GPU=1: tests that need an adapter are left out");
         return Ok(None);
     }
-    let instance = wgpu::Instance::new(wgpu::InstanceDescriptor::new_without_display_handle_from_env());
     let wanted = std::env::var("PAGED_ATTENTION_ADAPTER").ok();
-    let adapter = pollster::block_on(adapter::find(&instance, wanted.as_deref())).map_err(|error| {
+    let adapter = pollster::block_on(adapter::discover(wanted.as_deref())).map_err(|error| {
         format!("{error}\nTo leave out the tests that need an adapter, set PAGED_ATTENTION_SKIP_GPU=1.")
     })?;
     say(&format!("adapter: {}", adapter::describe(&adapter.get_info())));
