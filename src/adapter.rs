@@ -183,52 +183,21 @@ pub async fn find(instance: &wgpu::Instance, wanted: Option<&str>) -> Result<wgp
     adapters.into_iter().nth(index).ok_or(AdapterError::None)
 }
 
-/// This machine's adapters, without an instance at hand: those of Vulkan, Metal and DX12, best first, and behind them
-/// those of OpenGL, best first. Where WGPU_BACKEND is set, what it names, best first.
-///
-/// The first is what [`discover`] takes unless told otherwise, and an index into this list means the same to both.
+/// This machine's adapters, best first, without an instance at hand. `WGPU_BACKEND` limits them.
 pub async fn discover_all() -> Vec<wgpu::Adapter> {
-    let mut adapters = first_choice().await;
-    if wgpu::Backends::from_env().is_none() {
-        adapters.extend(open_gl().await);
-    }
-    adapters
+    list(&instance()).await
 }
 
-/// The adapter to use, without an instance at hand: [`find`], but OpenGL is opened only where Vulkan, Metal and DX12
-/// have no adapter, or none that matches `wanted`, or where WGPU_BACKEND asks for it: it mostly lists the
-/// same devices again.
+/// The adapter to use, without an instance at hand. `WGPU_BACKEND` limits the choice.
 ///
 /// # Errors
 /// As [`select`].
 pub async fn discover(wanted: Option<&str>) -> Result<wgpu::Adapter, AdapterError> {
-    let pick = |adapters: Vec<wgpu::Adapter>| {
-        let infos: Vec<_> = adapters.iter().map(wgpu::Adapter::get_info).collect();
-        let index = select(&infos, wanted)?;
-        adapters.into_iter().nth(index).ok_or(AdapterError::None)
-    };
-    let mut adapters = first_choice().await;
-    match pick(adapters.clone()) {
-        Err(_) if wgpu::Backends::from_env().is_none() => {
-            adapters.extend(open_gl().await);
-            pick(adapters)
-        }
-        picked => picked,
-    }
+    find(&instance(), wanted).await
 }
 
-/// What WGPU_BACKEND names, or everything but OpenGL.
-async fn first_choice() -> Vec<wgpu::Adapter> {
-    of_backends(wgpu::Backends::from_env().unwrap_or(wgpu::Backends::PRIMARY)).await
-}
-
-async fn open_gl() -> Vec<wgpu::Adapter> {
-    of_backends(wgpu::Backends::GL).await
-}
-
-async fn of_backends(backends: wgpu::Backends) -> Vec<wgpu::Adapter> {
-    let environment = wgpu::InstanceDescriptor::new_without_display_handle_from_env();
-    list(&wgpu::Instance::new(wgpu::InstanceDescriptor { backends, ..environment })).await
+fn instance() -> wgpu::Instance {
+    wgpu::Instance::new(wgpu::InstanceDescriptor::new_without_display_handle_from_env())
 }
 
 #[cfg(test)]

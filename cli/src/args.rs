@@ -179,9 +179,9 @@ pub struct DoctorArgs {
 const DOCTOR_HELP: &str = "\
 Every adapter is opened and runs one small case per kernel, which is compared with float64; what is
 compiled and tested is said on standard error. The adapter with index 0 is the one that `attend` uses
-unless told otherwise. Adapters behind OpenGL are listed last: `attend` opens OpenGL only where
-Vulkan, Metal and DX12 have no adapter, or none that --adapter names. A software renderer behind
-OpenGL is tested only if it is the only one or --adapter names it: its compiler takes minutes.
+unless told otherwise: a real device before a software renderer, among equals Vulkan, Metal and DX12
+before OpenGL. A software renderer behind OpenGL is tested only if it is the only one or --adapter
+names it: its compiler takes minutes.
 WGPU_BACKEND (vulkan, metal, dx12, gl) narrows the list.
 
 Exit status: 0 if an adapter passes every test, 3 if none does.";

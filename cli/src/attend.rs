@@ -275,7 +275,6 @@ mod tests {
 
     use super::*;
     use crate::args::{Cli, Command};
-    use crate::selftest;
 
     /// A kernel that is wrong in one element: exit status 1, the result is written, the report names the element.
     #[test]
@@ -291,7 +290,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         for (found, spoken) in [(0.75, "is 7.5e-1"), (f32::NAN, "is NaN"), (f32::INFINITY, "is inf")] {
             let place = folder.path().join("out.safetensors");
-            let case = Some(selftest::case("prefill").unwrap());
+            let case = Some(paged_attention_cases::build(&paged_attention_cases::self_tests()[1].1).unwrap());
             let ready = Ready { index: 0, path: "case".into(), case, place: Some(place.clone()) };
             let wrong = |case: &Case, options: &RunOptions| {
                 let mut output = device.run(case, options)?;

@@ -169,7 +169,7 @@ fn examine(index: usize, adapter: wgpu::Adapter, chosen: bool, reason: String, s
     eprintln!("adapter {index}: {}", adapter::describe(&info));
     match Device::new(adapter) {
         Ok(mut device) => {
-            for test in &selftest::ALL {
+            for test in &selftest::all() {
                 eprintln!("adapter {index}: compiling and testing {}", test.kernel);
                 examined.kernels.push(test.run(&mut device));
             }
@@ -184,15 +184,6 @@ fn examine(index: usize, adapter: wgpu::Adapter, chosen: bool, reason: String, s
 fn advice(examined: &[Examined]) -> Option<String> {
     let chosen = examined.iter().find(|adapter| adapter.chosen)?;
     if chosen.passed {
-        // It ranks before an OpenGL adapter of any kind.
-        let software = adapter::Kind::Software.to_string();
-        let gpu = examined.iter().find(|adapter| adapter.passed && adapter.kind != software);
-        if let Some(gpu) = gpu.filter(|_| chosen.kind == software) {
-            return Some(format!(
-                "a software renderer would be used; --adapter {} ({}) is a {} and passes",
-                gpu.index, gpu.name.adapter, gpu.kind
-            ));
-        }
         return (chosen.kind == adapter::Kind::Software.to_string()).then(|| {
             format!(
                 "only a software renderer would be used; it is exact but slow. For a GPU, {}",

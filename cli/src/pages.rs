@@ -21,7 +21,7 @@ pub fn shuffled(case: &Case, page_size: PageSize, seed: u64) -> Vec<u32> {
 }
 
 /// The next number of a reproducible sequence.
-pub fn splitmix64(state: &mut u64) -> u64 {
+fn splitmix64(state: &mut u64) -> u64 {
     *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let mut z = *state;
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

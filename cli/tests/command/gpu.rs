@@ -286,18 +286,6 @@ fn counts_of_one() {
     }
 }
 
-/// Drivers and layers that miss a desktop session do not say so in the command's name.
-#[cfg(target_os = "linux")]
-#[test]
-fn no_noise_without_a_session() {
-    if skipped() {
-        return;
-    }
-    let (folder, _) = folder_with(&File::contiguous().bytes());
-    let run = in_shell(folder.path(), "unset XDG_RUNTIME_DIR; exec \"$0\" attend case.safetensors");
-    assert_eq!((run.code, run.stderr.as_str()), (Some(0), ""), "{run:?}");
-}
-
 /// A folder with a broken case still runs the others, writes their results and none for the broken one.
 #[test]
 fn one_bad_case_of_several() {
