@@ -1,14 +1,17 @@
 // Prefill: exact attention of many query rows of one sequence, step by step over its keys with an online softmax
-// (FlashAttention; Dao et al. 2022), without subgroups.
+// (FlashAttention; Dao et al. 2022).
 //
 // Grid: one workgroup per (work item, KV head); an item is PREFILL_LANES * ROWS_PER_LANE tile rows of a sequence and
-// the keys they see (of one split, where the host splits them). A tile row is (token, query head of the group): all heads that share a KV head share its loads.
-// Each lane owns ROWS_PER_LANE tile rows, their queries and accumulators in registers. Keys and values are read at
-// addresses that are the same for all lanes, so one load serves PREFILL_LANES * ROWS_PER_LANE rows: a scalar load on
-// some devices, a broadcast on others. There is nothing to stage, so there is no barrier.
+// the keys they see (of one split, where the host splits them). A tile row is (token, query head of the group): all
+// heads that share a KV head share its loads.
+// Each lane owns ROWS_PER_LANE tile rows, their queries and accumulators in registers. A key reaches all lanes in one of
+// two ways:
+// - without subgroups all lanes read the same address: a scalar load on some devices, a broadcast on others;
+// - with subgroups each lane reads other words, neighbouring lanes neighbouring ones, and the subgroup broadcasts them.
+// There is nothing to stage in workgroup memory, so there is no barrier.
 //
-// Lines between `//each x COUNT` and `//end` are repeated by the host (src/kernels/template.rs) with `$x` = 0, 1, ..:
-// registers need names, since an array that a loop indexes ends up in memory.
+// Lines between `//each`, `//if` and `//end` are repeated or chosen by the host (src/kernels/template.rs): registers need
+// names, since an array that a loop indexes ends up in memory.
 //
 // Workgroup memory: none. Preconditions: see lib/attention.wgsl.
 
@@ -86,13 +89,6 @@ fn prefill(
         //end
         let keys_$i = load_kv(k_offset_$i, k_chunk_$i, HEAD_DIM);
         //end
-        //each i V_LOADS
-        var v_offset_$i = v_row_0;
-        //each k 1 STEP_KEYS
-        v_offset_$i = select(v_offset_$i, v_row_$k, v_key_$i >= $ku);
-        //end
-        let values_$i = load_kv(v_offset_$i, v_chunk_$i, V_HEAD_DIM);
-        //end
         //end
         //each c QK_CHUNKS
         {
@@ -131,6 +127,15 @@ fn prefill(
         state_$r = RowState(m_$r, fma(state_$r.l, rescale_$r, sum_$r));
         //end
 
+        //if PREFILL_SUBGROUP
+        //each i V_LOADS
+        var v_offset_$i = v_row_0;
+        //each k 1 STEP_KEYS
+        v_offset_$i = select(v_offset_$i, v_row_$k, v_key_$i >= $ku);
+        //end
+        let values_$i = load_kv(v_offset_$i, v_chunk_$i, V_HEAD_DIM);
+        //end
+        //end
         //each c V_CHUNKS
         {
             //each k STEP_KEYS

@@ -5,6 +5,8 @@
 //! instance. The order is a function of [`wgpu::AdapterInfo`] alone, so it can be tested without a GPU and
 //! explained to a user.
 //!
+//! [`discover`] makes the instances itself, and leaves OpenGL closed where it is not needed.
+//!
 //! An application that has a device already needs nothing of this.
 //!
 //! ```no_run
@@ -179,6 +181,54 @@ pub async fn find(instance: &wgpu::Instance, wanted: Option<&str>) -> Result<wgp
     let infos: Vec<_> = adapters.iter().map(wgpu::Adapter::get_info).collect();
     let index = select(&infos, wanted)?;
     adapters.into_iter().nth(index).ok_or(AdapterError::None)
+}
+
+/// This machine's adapters, without an instance at hand: those of Vulkan, Metal and DX12, best first, and behind them
+/// those of OpenGL, best first. Where WGPU_BACKEND is set, what it names, best first.
+///
+/// The first is what [`discover`] takes unless told otherwise, and an index into this list means the same to both.
+pub async fn discover_all() -> Vec<wgpu::Adapter> {
+    let mut adapters = first_choice().await;
+    if wgpu::Backends::from_env().is_none() {
+        adapters.extend(open_gl().await);
+    }
+    adapters
+}
+
+/// The adapter to use, without an instance at hand: [`find`], but OpenGL is opened only where Vulkan, Metal and DX12
+/// have no adapter, or none that matches `wanted`, or where WGPU_BACKEND asks for it: it mostly lists the
+/// same devices again.
+///
+/// # Errors
+/// As [`select`].
+pub async fn discover(wanted: Option<&str>) -> Result<wgpu::Adapter, AdapterError> {
+    let pick = |adapters: Vec<wgpu::Adapter>| {
+        let infos: Vec<_> = adapters.iter().map(wgpu::Adapter::get_info).collect();
+        let index = select(&infos, wanted)?;
+        adapters.into_iter().nth(index).ok_or(AdapterError::None)
+    };
+    let mut adapters = first_choice().await;
+    match pick(adapters.clone()) {
+        Err(_) if wgpu::Backends::from_env().is_none() => {
+            adapters.extend(open_gl().await);
+            pick(adapters)
+        }
+        picked => picked,
+    }
+}
+
+/// What WGPU_BACKEND names, or everything but OpenGL.
+async fn first_choice() -> Vec<wgpu::Adapter> {
+    of_backends(wgpu::Backends::from_env().unwrap_or(wgpu::Backends::PRIMARY)).await
+}
+
+async fn open_gl() -> Vec<wgpu::Adapter> {
+    of_backends(wgpu::Backends::GL).await
+}
+
+async fn of_backends(backends: wgpu::Backends) -> Vec<wgpu::Adapter> {
+    let environment = wgpu::InstanceDescriptor::new_without_display_handle_from_env();
+    list(&wgpu::Instance::new(wgpu::InstanceDescriptor { backends, ..environment })).await
 }
 
 #[cfg(test)]

@@ -1,6 +1,7 @@
 //! One attention problem on the host, validated: what the reference, the runner and the verifier share.
 
 use std::f64::consts::LOG2_E;
+use std::ops::Range;
 
 use thiserror::Error;
 
@@ -13,6 +14,22 @@ use crate::tensor::Tensor;
 /// The kernels keep scores in units of log2 and seed running maxima with `-2^126`, which no score in
 /// this range can reach; a difference of two scores stays finite too.
 pub const SCORE_LOG2_MAX: f64 = 8.507_059_173_023_462e37; // 2^126
+
+/// The most scores that a case may have: query rows times keys times query heads, summed over the sequences.
+///
+/// A case is made to be checked in float64, score by score. This many take days on any machine, while a file of a few
+/// kilobytes can ask for more: sequences may share pages.
+pub const CASE_SCORES_MAX: u64 = 1 << 40;
+
+/// The most bytes that the keys and values of all sequences with query rows may take, each sequence's own copy in f32.
+pub const CASE_BYTES_MAX: u64 = 1 << 36;
+
+/// The most bytes that a single sequence with query rows may take while it is checked: its keys and values in f32, and
+/// 96 bytes per key for the reference.
+pub const SEQUENCE_BYTES_MAX: u64 = 1 << 34;
+
+/// Bytes per key that the reference and its bound keep beside a row, at most.
+pub(crate) const SCRATCH_BYTES_PER_KEY: u64 = 96;
 
 /// What is computed, apart from the tensors.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -130,6 +147,21 @@ pub enum CaseError {
         index: Vec<usize>,
         /// The value found.
         value: f32,
+    },
+    /// More work or memory than a check can take: [`CASE_SCORES_MAX`], [`CASE_BYTES_MAX`], [`SEQUENCE_BYTES_MAX`].
+    #[error("{}the case has {found} {what}; at most {limit} are supported", match seq {
+        Some(seq) => format!("sequence {seq} of "),
+        None => String::new(),
+    })]
+    TooLarge {
+        /// What is counted.
+        what: &'static str,
+        /// The sequence, where the limit is one for each.
+        seq: Option<usize>,
+        /// How much there is.
+        found: u128,
+        /// The largest number.
+        limit: u64,
     },
     /// A sum of weighted values may leave the range of f32: weights are at most 1 and normalised at the end.
     #[error(
@@ -334,48 +366,46 @@ impl Case {
     /// Keys and values of sequence `seq` as f32, one KV head after the other; only slots that the sequence owns.
     /// `None` if there is no such sequence.
     pub fn sequence_kv(&self, seq: usize) -> Option<SequenceKv> {
-        let rows = self.owned_rows(seq)?;
+        let (kv_len, runs) = self.owned_runs(seq)?;
         let (k, v) = match &self.kv {
             KvSource::Contiguous { k, v, .. } => (k, v),
             KvSource::Paged { k_pages, v_pages, .. } => (k_pages, v_pages),
         };
         let kv_heads = self.geometry.kv_heads() as usize;
         let gather = |tensor: &Tensor, dim: usize| {
-            let mut out = Vec::with_capacity(rows.len() * kv_heads * dim);
-            for head in 0..kv_heads {
-                for row in &rows {
-                    tensor.extend_f32((row * kv_heads + head) * dim, dim, &mut out)?;
+            let mut out = Vec::with_capacity(kv_len * kv_heads * dim);
+            if kv_len > 0 {
+                for head in 0..kv_heads {
+                    for row in runs.clone().flatten() {
+                        tensor.extend_f32((row * kv_heads + head) * dim, dim, &mut out)?;
+                    }
                 }
             }
             Some(out)
         };
         let (head_dim, v_head_dim) = (self.geometry.head_dim() as usize, self.geometry.v_head_dim() as usize);
-        Some(SequenceKv {
-            kv_len: rows.len(),
-            head_dim,
-            v_head_dim,
-            k: gather(k, head_dim)?,
-            v: gather(v, v_head_dim)?,
-        })
+        Some(SequenceKv { kv_len, head_dim, v_head_dim, k: gather(k, head_dim)?, v: gather(v, v_head_dim)? })
     }
 
-    /// Where the tokens of sequence `seq` lie: rows of the contiguous tensors, or `page * page_size + slot`.
-    fn owned_rows(&self, seq: usize) -> Option<Vec<usize>> {
-        match &self.kv {
+    /// How many tokens sequence `seq` has and where they lie: runs of rows of the contiguous tensors, or of
+    /// `page * page_size + slot`.
+    fn owned_runs(&self, seq: usize) -> Option<(usize, impl Iterator<Item = Range<usize>> + Clone)> {
+        let (packed, pages, page_size, kv_len) = match &self.kv {
             KvSource::Contiguous { kv_indptr, .. } => {
-                let (start, end) = (*kv_indptr.get(seq)?, *kv_indptr.get(seq + 1)?);
-                Some((start as usize..end as usize).collect())
+                let (start, end) = (*kv_indptr.get(seq)? as usize, *kv_indptr.get(seq + 1)? as usize);
+                (Some(start..end), &[][..], 1, end - start)
             }
             KvSource::Paged { page_indptr, page_ids, kv_len, .. } => {
                 let (start, end) = (*page_indptr.get(seq)? as usize, *page_indptr.get(seq + 1)? as usize);
-                let page_size = self.page_size()?.get() as usize;
-                let slots = page_ids.get(start..end)?.iter().flat_map(|page| {
-                    let first = *page as usize * page_size;
-                    first..first + page_size
-                });
-                Some(slots.take(*kv_len.get(seq)? as usize).collect())
+                let pages = page_ids.get(start..end)?;
+                (None, pages, self.page_size()?.get() as usize, *kv_len.get(seq)? as usize)
             }
-        }
+        };
+        let paged = pages.iter().zip((0..kv_len).step_by(page_size)).map(move |(page, before)| {
+            let first = *page as usize * page_size;
+            first..first + page_size.min(kv_len - before)
+        });
+        Some((kv_len, packed.into_iter().chain(paged)))
     }
 
     fn validate(&self) -> Result<(), CaseError> {
@@ -388,6 +418,7 @@ impl Case {
             return Err(CaseError::ScaleRange { found: scale, limit: scale_max });
         }
         self.validate_shapes()?;
+        self.validate_size()?;
         self.validate_finite()?;
         self.validate_values()?;
         self.validate_range()
@@ -406,36 +437,96 @@ impl Case {
             KvSource::Contiguous { .. } => "v",
             KvSource::Paged { .. } => "v_pages",
         };
-        let found = self.value_maxima().into_iter().map(|(_, _, found)| found).fold(0.0, f64::max);
+        let mut found = 0.0;
+        self.for_value_maxima(|_, _, _, max| {
+            found = f64::max(found, max);
+            Ok(())
+        })?;
         if found > limit { Err(CaseError::OutRange { tensor, found, dtype, limit }) } else { Ok(()) }
     }
 
-    /// `(sequence, KV head, largest magnitude of a value)` of everything that query rows can see.
-    fn value_maxima(&self) -> Vec<(usize, usize, f64)> {
-        let largest = |v: &[f32]| v.iter().map(|x| f64::from(x.abs())).fold(0.0, f64::max);
-        let lengths = self.lengths().into_iter().enumerate();
-        lengths
-            .filter(|(_, (q_len, kv_len))| *q_len > 0 && *kv_len > 0)
-            .filter_map(|(seq, _)| Some((seq, self.sequence_kv(seq)?)))
-            .flat_map(|(seq, kv)| {
-                (0..self.geometry.kv_heads() as usize)
-                    .map(move |head| (seq, head, largest(kv.v(head))))
-                    .collect::<Vec<_>>()
-            })
-            .collect()
+    /// Bytes that the reference takes for a sequence of `kv_len` keys, but for what it keeps beside a row.
+    pub(crate) fn gathered_bytes(&self, kv_len: u32) -> u128 {
+        let dims = u128::from(self.geometry.head_dim()) + u128::from(self.geometry.v_head_dim());
+        // Each key and value, and one maximum per KV head and dimension.
+        let per_head = match kv_len {
+            0 => 0,
+            _ => u128::from(kv_len) * dims * 4 + dims * 8,
+        };
+        per_head * u128::from(self.geometry.kv_heads())
+    }
+
+    /// Refuses what no check would come to the end of. Sequences without query rows cost nothing.
+    fn validate_size(&self) -> Result<(), CaseError> {
+        let (mut scores, mut bytes) = (0, 0);
+        for (seq, (q_len, kv_len)) in self.lengths().into_iter().enumerate() {
+            if q_len == 0 {
+                continue;
+            }
+            scores += u128::from(q_len) * u128::from(kv_len) * u128::from(self.geometry.q_heads());
+            let own = self.gathered_bytes(kv_len);
+            bytes += own;
+            let with_scratch = own + u128::from(kv_len) * u128::from(SCRATCH_BYTES_PER_KEY);
+            if with_scratch > SEQUENCE_BYTES_MAX.into() {
+                let what = "bytes of keys and values in f32, with what a check keeps beside them";
+                return Err(CaseError::TooLarge {
+                    what,
+                    seq: Some(seq),
+                    found: with_scratch,
+                    limit: SEQUENCE_BYTES_MAX,
+                });
+            }
+        }
+        for (what, found, limit) in [
+            ("scores (query rows times keys times query heads, over all sequences)", scores, CASE_SCORES_MAX),
+            ("bytes of keys and values in f32 (over all sequences, shared pages counted anew)", bytes, CASE_BYTES_MAX),
+        ] {
+            if found > limit.into() {
+                return Err(CaseError::TooLarge { what, seq: None, found, limit });
+            }
+        }
+        Ok(())
+    }
+
+    /// `(sequence, keys, KV head, largest magnitude of a value)` of everything that query rows can see.
+    fn for_value_maxima(
+        &self,
+        mut each: impl FnMut(usize, u32, usize, f64) -> Result<(), CaseError>,
+    ) -> Result<(), CaseError> {
+        let (KvSource::Contiguous { v, .. } | KvSource::Paged { v_pages: v, .. }) = &self.kv;
+        let dim = self.geometry.v_head_dim() as usize;
+        let width = self.geometry.kv_heads() as usize * dim;
+        let (mut row_values, mut maxima) = (Vec::with_capacity(width), Vec::new());
+        for (seq, (q_len, kv_len)) in self.lengths().into_iter().enumerate() {
+            let Some((_, runs)) = self.owned_runs(seq).filter(|_| q_len > 0 && kv_len > 0) else {
+                continue;
+            };
+            maxima.clear();
+            maxima.resize(self.geometry.kv_heads() as usize, 0.0_f32);
+            for row in runs.flatten() {
+                row_values.clear();
+                // The shapes have been checked, so that the row is there.
+                let _ = v.extend_f32(row * width, width, &mut row_values);
+                for (max, values) in maxima.iter_mut().zip(row_values.chunks_exact(dim)) {
+                    *max = values.iter().fold(*max, |max, x| max.max(x.abs()));
+                }
+            }
+            for (head, max) in maxima.iter().enumerate() {
+                each(seq, kv_len, head, f64::from(*max))?;
+            }
+        }
+        Ok(())
     }
 
     fn validate_values(&self) -> Result<(), CaseError> {
         let limit = f64::from(f32::MAX) / ROUNDING_ROOM;
-        let lengths = self.lengths();
-        for (seq, kv_head, found) in self.value_maxima() {
-            let kv_len = lengths.get(seq).map_or(0, |(_, kv_len)| *kv_len);
+        self.for_value_maxima(|seq, kv_len, kv_head, found| {
             let sum = f64::from(kv_len) * found;
             if sum > limit {
                 return Err(CaseError::ValueRange { seq, kv_head, kv_len, found, sum, limit });
             }
-        }
-        Ok(())
+            Ok(())
+        })
     }
 
     fn validate_shapes(&self) -> Result<(), CaseError> {
@@ -512,13 +603,16 @@ impl Case {
                 check_finite("k", k, all(k))?;
                 check_finite("v", v, all(v))
             }
-            KvSource::Paged { k_pages, v_pages, .. } => {
+            KvSource::Paged { k_pages, v_pages, page_indptr, page_ids, kv_len } => {
                 // Sequences may share pages: every slot is looked at once.
-                let mut rows: Vec<usize> = (0..self.seqs()).filter_map(|seq| self.owned_rows(seq)).flatten().collect();
-                rows.sort_unstable();
-                rows.dedup();
-                check_finite("k_pages", k_pages, rows.iter().copied())?;
-                check_finite("v_pages", v_pages, rows.iter().copied())
+                let page_size = self.page_size().map_or(0, PageSize::get) as usize;
+                let rows = owned_slots(k_pages.shape(), page_size, (page_indptr, page_ids, kv_len));
+                let rows = || {
+                    let pages = rows.iter().enumerate();
+                    pages.flat_map(|(page, owned)| (0..*owned as usize).map(move |slot| page * page_size + slot))
+                };
+                check_finite("k_pages", k_pages, rows())?;
+                check_finite("v_pages", v_pages, rows())
             }
         }
     }
@@ -539,7 +633,7 @@ impl Case {
             if q_len == 0 {
                 continue;
             }
-            let Some(kv) = self.sequence_kv(seq).filter(|_| kv_len > 0) else {
+            let Some(kv) = (kv_len > 0).then(|| self.sequence_kv(seq)).flatten() else {
                 // No score is computed, but the row is still scaled.
                 for (row, q) in rows.by_ref().take(q_len as usize) {
                     check_scaled_query(scale, row, q, head_dim)?;
@@ -571,6 +665,25 @@ impl Case {
         }
         Ok(())
     }
+}
+
+/// How many slots of each page some sequence owns; a page's owned slots are its first ones. Takes a step per entry of
+/// the table, however many tokens a page has.
+fn owned_slots(
+    pool_shape: &[usize],
+    page_size: usize,
+    (page_indptr, page_ids, kv_len): (&[u32], &[u32], &[u32]),
+) -> Vec<u32> {
+    let mut owned = vec![0; pool_shape.first().copied().unwrap_or(0)];
+    for (first, kv_len) in page_indptr.iter().zip(kv_len) {
+        let pages = page_ids.get(*first as usize..).unwrap_or_default();
+        for (page, before) in pages.iter().zip((0..*kv_len).step_by(page_size.max(1))) {
+            if let Some(owned) = owned.get_mut(*page as usize) {
+                *owned = (kv_len - before).min(page_size as u32).max(*owned);
+            }
+        }
+    }
+    owned
 }
 
 fn norm(row: &[f32]) -> f64 {

@@ -91,7 +91,8 @@ pub struct RunOptions {
     pub page_ids: Option<Vec<u32>>,
     /// Type of the output rows: [`Dtype::F32`] or [`Dtype::F16`].
     pub out_dtype: Dtype,
-    /// Variants of the kernels to use, untested; `None` leaves the choice to [`Runner::choose`].
+    /// Variants of the kernels to use, untested; `None` leaves the choice to [`Runner::choose`], or takes those without
+    /// subgroups where there is no query row.
     pub variants: Option<Variants>,
 }
 
@@ -99,6 +100,32 @@ impl RunOptions {
     /// Pages of `page_size` in order, output in f32, the runner's choice of kernels.
     pub fn new(page_size: PageSize) -> Self {
         Self { page_size, page_ids: None, out_dtype: Dtype::F32, variants: None }
+    }
+
+    /// Refuses what no device could run, without one: values outside the output type, page ids that do not fit the case,
+    /// and pools or sequences past 32 bits. [`Runner::run`] checks it again.
+    ///
+    /// # Errors
+    /// [`RunError::Case`], [`RunError::PageIds`], [`RunError::Layout`] or [`RunError::Plan`].
+    pub fn validate(&self, case: &Case) -> Result<(), RunError> {
+        self.lay_out(case).map(|_| ())
+    }
+
+    /// The page table and the pool that a run will have.
+    fn lay_out(&self, case: &Case) -> Result<(PageTable, KvLayout), RunError> {
+        case.validate_out(self.out_dtype)?;
+        for (seq, (q_len, kv_len)) in case.lengths().into_iter().enumerate() {
+            if q_len.checked_add(kv_len).is_none() {
+                return Err(PlanError::TooLong { seq, q_len, kv_len }.into());
+            }
+        }
+        let table = PageTable::new(case, self)?;
+        let k = match case.kv() {
+            KvSource::Contiguous { k, .. } => k,
+            KvSource::Paged { k_pages, .. } => k_pages,
+        };
+        let layout = KvLayout::new(*case.geometry(), k.dtype(), table.page_size, table.page_count)?;
+        Ok((table, layout))
     }
 }
 
@@ -316,17 +343,13 @@ impl Runner {
     /// # Errors
     /// [`RunError`].
     pub fn run(&mut self, case: &Case, options: &RunOptions) -> Result<Output, RunError> {
-        case.validate_out(options.out_dtype)?;
-        let table = PageTable::new(case, options)?;
+        let (table, layout) = options.lay_out(case)?;
         let geometry = *case.geometry();
-        let k = match case.kv() {
-            KvSource::Contiguous { k, .. } => k,
-            KvSource::Paged { k_pages, .. } => k_pages,
-        };
-        let layout = KvLayout::new(geometry, k.dtype(), table.page_size, table.page_count)?;
         let config = AttentionConfig { q: case.q().dtype(), out: options.out_dtype, layout, options: *case.options() };
         let variants = match options.variants {
             Some(variants) => variants,
+            // Nothing is computed, so there is nothing to choose by.
+            None if case.q_indptr().last().is_none_or(|rows| *rows == 0) => Variants::base(&self.facts, &geometry),
             None => self.choose(&config.kernels(Variants::base(&self.facts, &geometry)))?.variants,
         };
         let kernels = self.kernels(&config.kernels(variants))?;

@@ -5,7 +5,7 @@ use thiserror::Error;
 use crate::case::{AttentionOptions, Case, CaseError, KvSource};
 use crate::geometry::{Dtype, HeadGeometry, PageSize};
 use crate::kernels::KernelConfig;
-use crate::runner::{RunError, RunOptions, Runner};
+use crate::runner::{Output, RunError, RunOptions, Runner};
 use crate::tensor::{Tensor, TensorError};
 use crate::verify::{Computed, VerifyError, verify};
 
@@ -42,8 +42,28 @@ impl From<VerifyError> for SelfTestError {
     }
 }
 
+/// Tile rows (query rows times the group) of the prompt, unless two query rows take more.
+const PROMPT_TILE_ROWS: u32 = 592;
+
+/// The largest group that the short chunk is run with.
+const CHUNK_GROUP_MAX: u32 = 64;
+
+/// Query heads that are compared with the reference: all of a group up to this size, so many of a larger one.
+const HEADS_COMPARED: u32 = 64;
+
+/// The largest group whose kernels are tested: one KV head for all of the 65,536 query heads that the command takes.
+const GROUP_MAX: u32 = 1 << 16;
+
 /// Query rows and keys: a prompt with a ragged last tile, single tokens with one and with two splits, a short chunk.
-const LENGTHS: [(u32, u32); 4] = [(37, 71), (1, 45), (1, 300), (2, 19)];
+/// The larger the group, the shorter the prompt; the chunk goes where it would only be another prompt.
+fn lengths(group: u32) -> Vec<(u32, u32)> {
+    let prompt = (PROMPT_TILE_ROWS / group).clamp(2, 37);
+    let mut lengths = vec![(prompt, prompt + 34), (1, 45), (1, 300)];
+    if group <= CHUNK_GROUP_MAX {
+        lengths.push((2, 19));
+    }
+    lengths
+}
 
 /// Runs prefill, decode and merge on a case of their own and compares with the float64 reference, whatever the
 /// variants' neighbours say.
@@ -55,19 +75,64 @@ pub(crate) fn self_test(runner: &mut Runner, config: &KernelConfig) -> Result<()
         ..RunOptions::new(PageSize::new(7).map_err(CaseError::from)?)
     };
     let output = runner.run(&case, &options)?;
-    let computed = Computed { out: &output.out, lse: &output.lse, out_dtype: config.out, chains: &output.chains };
-    let report = verify(&case, &computed).map_err(SelfTestError::from)?;
+    let sample = Sample::new(case.geometry().q_heads());
+    let (compared, out, lse) = sample.take(case, &output)?;
+    let computed = Computed { out: &out, lse: &lse, out_dtype: config.out, chains: &output.chains };
+    let report = verify(&compared, &computed).map_err(SelfTestError::from)?;
     if report.passed() { Ok(()) } else { Err(SelfTestError::Outside { ratio: report.max_bound_ratio }.into()) }
+}
+
+/// The query heads to compare: evenly spread, the first and the last among them.
+struct Sample {
+    heads: usize,
+    chosen: Vec<usize>,
+}
+
+impl Sample {
+    fn new(heads: u32) -> Self {
+        let count = u64::from(heads.min(HEADS_COMPARED));
+        let steps = count.saturating_sub(1).max(1);
+        let chosen = (0..count).map(|at| (at * u64::from(heads - 1) / steps) as usize).collect();
+        Self { heads: heads as usize, chosen }
+    }
+
+    /// The case with the chosen heads alone, and their part of its result.
+    fn take(&self, case: Case, output: &Output) -> Result<(Case, Vec<f32>, Vec<f32>), SelfTestError> {
+        if self.chosen.len() == self.heads {
+            return Ok((case, output.out.clone(), output.lse.clone()));
+        }
+        let geometry = case.geometry();
+        let (dim, v_dim) = (geometry.head_dim(), geometry.v_head_dim());
+        let chosen = self.chosen.len() as u32;
+        let part = HeadGeometry::with_v_head_dim(chosen, 1, dim, v_dim).map_err(CaseError::from)?;
+        let rows = case.q().shape().first().copied().unwrap_or(0);
+        let q = self.columns(&case.q().to_f32(), dim as usize);
+        let q = Tensor::from_f32(case.q().dtype(), &[rows, self.chosen.len(), dim as usize], &q)?;
+        let options = AttentionOptions::new(&part).with_causal(case.options().causal);
+        let part = Case::new(part, options, q, case.q_indptr().to_vec(), case.kv().clone())?;
+        Ok((part, self.columns(&output.out, v_dim as usize), self.columns(&output.lse, 1)))
+    }
+
+    /// The chosen heads of `[rows, heads, dim]`.
+    fn columns(&self, values: &[f32], dim: usize) -> Vec<f32> {
+        let rows = values.chunks_exact(self.heads * dim);
+        let heads = rows.flat_map(|row| self.chosen.iter().filter_map(|head| row.get(head * dim..(head + 1) * dim)));
+        heads.flatten().copied().collect()
+    }
 }
 
 fn case(config: &KernelConfig) -> Result<Case, SelfTestError> {
     let (group, dims) = (config.geometry.group(), (config.geometry.head_dim(), config.geometry.v_head_dim()));
+    if group > GROUP_MAX {
+        return Err(SelfTestError::Setup(format!("{group} query heads share a KV head; at most {GROUP_MAX} may")));
+    }
     // One KV head does; the number of heads is not compiled in.
     let geometry = HeadGeometry::with_v_head_dim(group, 1, dims.0, dims.1).map_err(CaseError::from)?;
+    let lengths = lengths(group);
     let ends = |length: fn(&(u32, u32)) -> u32| {
         let mut end = 0;
         let mut ends = vec![0];
-        ends.extend(LENGTHS.iter().map(|lengths| {
+        ends.extend(lengths.iter().map(|lengths| {
             end += length(lengths);
             end
         }));
@@ -93,4 +158,56 @@ fn noise(index: u32) -> f32 {
     x = (x ^ (x >> 16)).wrapping_mul(0x85eb_ca6b);
     x = (x ^ (x >> 13)).wrapping_mul(0xc2b2_ae35);
     ((x ^ (x >> 16)) >> 8) as f32 / 4_194_304.0 - 2.0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::chains::Chains;
+    use crate::kernels::{AdapterFacts, DECODE_ROWS_MAX, Variants};
+    use crate::reference::dense;
+
+    #[test]
+    fn every_group_prefills_and_decodes_with_bounded_work() {
+        for group in (1..2000).chain([GROUP_MAX]) {
+            let lengths = lengths(group);
+            let rows: u32 = lengths.iter().map(|(q_len, _)| q_len * group).sum();
+            assert!(rows <= 2 * PROMPT_TILE_ROWS || rows <= 4 * group, "{group}: {rows} tile rows");
+            assert!(lengths.iter().any(|(q_len, _)| *q_len > 1 && q_len * group > DECODE_ROWS_MAX), "{group}");
+            assert!(lengths.contains(&(1, 45)) && lengths.contains(&(1, 300)), "{group}");
+            let sample = Sample::new(group);
+            assert!(sample.chosen.len() <= HEADS_COMPARED as usize && sample.chosen.is_sorted_by(|a, b| a < b));
+            assert_eq!((sample.chosen.first(), sample.chosen.last()), (Some(&0), Some(&(group as usize - 1))));
+        }
+    }
+
+    /// Heads are independent, so the reference of some is a part of the reference of all.
+    #[test]
+    fn a_sample_of_the_heads_is_judged_as_the_whole() {
+        let geometry = HeadGeometry::with_v_head_dim(150, 1, 8, 16).unwrap();
+        let variants = Variants::base(&AdapterFacts::PLAIN_GPU, &geometry);
+        let config = KernelConfig { geometry, q: Dtype::F16, kv: Dtype::F32, out: Dtype::F32, variants };
+        let whole = case(&config).unwrap();
+        let reference = dense(&whole);
+        let narrow = |values: &[f64]| values.iter().map(|x| *x as f32).collect();
+        let chains = Chains { dot: 8, accumulate: 300, step_keys: 1 };
+        let output = Output {
+            out: narrow(&reference.out),
+            lse: narrow(&reference.lse),
+            out_dtype: Dtype::F32,
+            chains: vec![chains; whole.seqs()],
+            kernels: Vec::new(),
+            gpu_ms: None,
+            wall_ms: 0.0,
+            workspace_bytes: 0,
+        };
+        let (compared, out, lse) = Sample::new(150).take(whole, &output).unwrap();
+        assert_eq!(compared.q().shape().get(1), Some(&64));
+        let computed = Computed { out: &out, lse: &lse, out_dtype: Dtype::F32, chains: &output.chains };
+        let report = verify(&compared, &computed).unwrap();
+        assert!(report.passed() && report.elements == lse.len() * 17, "{report}");
+        let mut wrong = out.clone();
+        wrong.swap(5, 16 * 3 + 5);
+        assert!(!verify(&compared, &Computed { out: &wrong, ..computed }).unwrap().passed());
+    }
 }

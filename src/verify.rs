@@ -8,7 +8,7 @@ use crate::case::Case;
 use crate::chains::Chains;
 use crate::geometry::Dtype;
 use crate::reference::bound::{BoundError, RowBound, check_chains};
-use crate::reference::{DenseRow, Problem, map_rows};
+use crate::reference::{DenseRow, Problem, for_rows};
 
 /// A result to be judged: what a kernel returned for a [`Case`].
 #[derive(Clone, Copy, Debug)]
@@ -153,9 +153,8 @@ impl fmt::Display for Report {
 /// not fit the case.
 pub fn verify(case: &Case, computed: &Computed<'_>) -> Result<Report, VerifyError> {
     check_chains(case, computed.chains)?;
-    let problem = Problem::new(case);
-    let (heads, dims) = (problem.q_heads(), case.geometry().v_head_dim() as usize);
-    let rows = problem.total_q() * heads;
+    let (heads, dims) = (case.geometry().q_heads() as usize, case.geometry().v_head_dim() as usize);
+    let rows = case.q_indptr().last().map_or(0, |total_q| *total_q as usize) * heads;
     for (what, found, needed) in
         [(Quantity::Out, computed.out.len(), rows * dims), (Quantity::Lse, computed.lse.len(), rows)]
     {
@@ -163,7 +162,7 @@ pub fn verify(case: &Case, computed: &Computed<'_>) -> Result<Report, VerifyErro
             return Err(VerifyError::Length { what, found, needed });
         }
     }
-    let verdicts = map_rows(&problem, <(DenseRow, RowBound)>::default, |(dense, bound), row, head| {
+    let judge = |problem: &Problem<'_>, (dense, bound): &mut (DenseRow, RowBound), row: usize, head: usize| {
         let task = problem.row(row, head)?;
         let at = row * heads + head;
         let out = computed.out.get(at * dims..(at + 1) * dims)?;
@@ -176,11 +175,11 @@ pub fn verify(case: &Case, computed: &Computed<'_>) -> Result<Report, VerifyErro
         }
         verdict.judge(Worst::new(Quantity::Lse, (row, head, None), lse, dense.lse, bound.lse));
         Some(verdict)
-    });
+    };
 
     let mut all = Row::default();
     // The lengths have been checked, so that there is a verdict on every row.
-    verdicts.into_iter().flatten().for_each(|row| all.add(row));
+    for_rows(case, <(DenseRow, RowBound)>::default, judge, |row| row.into_iter().for_each(|row| all.add(row)));
     let nmse = match (all.squared_error, all.square) {
         (0.0, _) => 0.0,
         (error, square) => error / square,

@@ -12,11 +12,11 @@
 mod emulated;
 
 use emulated::{Kernel, Scores, Weights};
-use paged_attention::reference::bound::{BoundError, bounds};
-use paged_attention::reference::{dense, online, online_row};
+use paged_attention::reference::bound::{BoundError, Bounds, bounds};
+use paged_attention::reference::{Reference, dense, online, online_row};
 use paged_attention::{
-    AttentionOptions, BatchError, Case, CaseError, Chains, Computed, Dtype, GeometryError, HeadGeometry, KvSource,
-    Quantity, SCORE_LOG2_MAX, Tensor, VerifyError, verify,
+    AttentionOptions, BatchError, CASE_BYTES_MAX, Case, CaseError, Chains, Computed, Dtype, GeometryError,
+    HeadGeometry, KvSource, Quantity, SCORE_LOG2_MAX, SEQUENCE_BYTES_MAX, Tensor, VerifyError, verify,
 };
 use proptest::prelude::*;
 use rand::rngs::StdRng;
@@ -182,6 +182,126 @@ fn nothing_at_all_is_legal() {
     };
     let case = Case::new(heads, AttentionOptions::new(&heads), tensor(&[1, 2, 4], &[1.0; 8]), vec![0, 1], kv).unwrap();
     assert_eq!(dense(&case).out, vec![0.0; 8]);
+}
+
+/// Sequences that share one large page.
+fn on_one_page(
+    heads: HeadGeometry,
+    tokens: usize,
+    q_indptr: Vec<u32>,
+    tables: &[u32],
+    kv_len: Vec<u32>,
+) -> Result<Case, CaseError> {
+    let zeros = |shape: &[usize]| {
+        let bytes = vec![0; shape.iter().product::<usize>() * 2];
+        Tensor::from_bytes(Dtype::F16, shape, bytes).unwrap()
+    };
+    let (q_heads, kv_heads) = (heads.q_heads() as usize, heads.kv_heads() as usize);
+    let (dim, v_dim) = (heads.head_dim() as usize, heads.v_head_dim() as usize);
+    let page_indptr = std::iter::once(0).chain(tables.iter().scan(0, |end, pages| {
+        *end += pages;
+        Some(*end)
+    }));
+    let q = zeros(&[*q_indptr.last().unwrap() as usize, q_heads, dim]);
+    let kv = KvSource::Paged {
+        k_pages: zeros(&[1, tokens, kv_heads, dim]),
+        v_pages: zeros(&[1, tokens, kv_heads, v_dim]),
+        page_indptr: page_indptr.collect(),
+        page_ids: vec![0; tables.iter().sum::<u32>() as usize],
+        kv_len,
+    };
+    Case::new(heads, AttentionOptions::new(&heads), q, q_indptr, kv)
+}
+
+/// Cases of a few hundred kilobytes whose keys, written out per sequence, are terabytes. Were they written out, this
+/// test would not come to its end.
+#[test]
+fn shared_pages_cost_what_they_are_used_for() {
+    let heads = HeadGeometry::new(1, 1, 1).unwrap();
+    // 2.6e9 keys on one page of 65,536: nobody looks at them.
+    let case = on_one_page(heads, 1 << 16, vec![0, 0], &[40_000], vec![2_600_000_000]).unwrap();
+    assert_eq!(dense(&case).out, [0.0; 0]);
+    // A row that does is refused.
+    let error = on_one_page(heads, 1 << 16, vec![0, 1], &[40_000], vec![2_600_000_000]).unwrap_err();
+    assert!(matches!(error, CaseError::TooLarge { seq: Some(0), limit: SEQUENCE_BYTES_MAX, .. }), "{error}");
+    assert!(error.to_string().starts_with("sequence 0 of the case has 270400000016 bytes"), "{error}");
+    // 20,000 sequences without rows.
+    let case = on_one_page(heads, 1 << 16, vec![0; 20_001], &[1; 20_000], vec![1 << 16; 20_000]).unwrap();
+    assert_eq!(dense(&case).lse, [0.0; 0]);
+    // Many short ones with a row, and one with many rows.
+    let many = 1 << 18;
+    let error =
+        on_one_page(heads, 1 << 16, (0..=many).collect(), &vec![1; 1 << 18], vec![1 << 16; 1 << 18]).unwrap_err();
+    assert!(matches!(error, CaseError::TooLarge { seq: None, limit: CASE_BYTES_MAX, .. }), "{error}");
+    let error = on_one_page(heads, 1 << 16, vec![0, 1 << 20], &[20], vec![(1 << 20) + 1]).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "the case has 1099512676352 scores (query rows times keys times query heads, over all sequences); at most 1099511627776 are supported"
+    );
+    // Heads in plenty, and sequences without anything.
+    let heads = HeadGeometry::new(1 << 16, 1 << 16, 256).unwrap();
+    let kv = KvSource::Contiguous {
+        k: tensor(&[0, 1 << 16, 256], &[]),
+        v: tensor(&[0, 1 << 16, 256], &[]),
+        kv_indptr: vec![0; 50_001],
+    };
+    let case =
+        Case::new(heads, AttentionOptions::new(&heads), tensor(&[0, 1 << 16, 256], &[]), vec![0; 50_001], kv).unwrap();
+    let chains = vec![Chains { dot: 4, step_keys: 1, accumulate: 1 }; case.seqs()];
+    assert!(verify(&case, &Computed { out: &[], lse: &[], out_dtype: Dtype::F32, chains: &chains }).unwrap().passed());
+}
+
+/// The reference takes the sequences a few at a time where all together would be large; that does not show.
+#[test]
+fn results_do_not_depend_on_parts() {
+    let heads = HeadGeometry::new(2, 1, 64).unwrap();
+    let tokens = 1 << 16;
+    let rng = &mut StdRng::seed_from_u64(3);
+    let pool: Vec<f32> = normal(rng, 1 << 12).into_iter().cycle().take(tokens * 64).collect();
+    // 33 MB each.
+    let (kv_len, q_indptr) = (
+        vec![65_536, 65_536, 0, 65_530, 65_536, 7, 65_536, 65_536, 65_536, 65_536, 65_536, 9],
+        vec![0, 1, 2, 3, 5, 5, 6, 7, 8, 9, 10, 11, 12],
+    );
+    let q = normal(rng, 12 * 2 * 64);
+    let case = |q: &[f32], q_indptr: Vec<u32>, kv_len: Vec<u32>| {
+        let seqs = kv_len.len();
+        let kv = KvSource::Paged {
+            k_pages: tensor(&[1, tokens, 1, 64], &pool),
+            v_pages: tensor(&[1, tokens, 1, 64], &pool),
+            page_indptr: (0..=seqs as u32).collect(),
+            page_ids: vec![0; seqs],
+            kv_len,
+        };
+        Case::new(
+            heads,
+            AttentionOptions::new(&heads).with_causal(true),
+            tensor(&[q.len() / 128, 2, 64], q),
+            q_indptr,
+            kv,
+        )
+        .unwrap()
+    };
+    let whole = case(&q, q_indptr.clone(), kv_len.clone());
+    let chains = vec![Chains { dot: 64, step_keys: 1, accumulate: 70_000 }; whole.seqs()];
+    let (reference, stated) = (dense(&whole), bounds(&whole, &chains, Dtype::F32).unwrap());
+    let mut joined = Reference { out: Vec::new(), lse: Vec::new() };
+    let mut joined_bounds = Bounds { out: Vec::new(), lse: Vec::new() };
+    for (rows, kv_len) in q_indptr.windows(2).zip(kv_len) {
+        let rows = rows[0]..rows[1];
+        let part =
+            case(&q[rows.start as usize * 128..rows.end as usize * 128], vec![0, rows.len() as u32], vec![kv_len]);
+        let (reference, stated) = (dense(&part), bounds(&part, &chains[..1], Dtype::F32).unwrap());
+        joined.out.extend(reference.out);
+        joined.lse.extend(reference.lse);
+        joined_bounds.out.extend(stated.out);
+        joined_bounds.lse.extend(stated.lse);
+    }
+    assert!(reference == joined && stated == joined_bounds);
+    let narrow = |values: &[f64]| -> Vec<f32> { values.iter().map(|x| *x as f32).collect() };
+    let (out, lse) = (narrow(&reference.out), narrow(&reference.lse));
+    let report = verify(&whole, &Computed { out: &out, lse: &lse, out_dtype: Dtype::F32, chains: &chains }).unwrap();
+    assert!(report.passed() && report.elements == 12 * 2 * 65, "{report}");
 }
 
 // ---- The recurrence against the definition.

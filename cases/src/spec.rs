@@ -123,6 +123,16 @@ pub enum Values {
     F16Subnormal,
     /// N(0, 1) values around a mean of 100.
     Offset,
+    /// Keys of random signs, and queries that each seek one key, which then has all but 1e-10 of the weight: a row shows
+    /// whether its key was met, however many others there are. For head dimensions of 64 and more; with fewer, keys
+    /// are too much alike.
+    ///
+    /// Row `r`, head `h` of its group seeks key `keys[i % len]`, or key `i` in turn where `keys` is empty, with
+    /// `i = (q_stream * q_len + r) * group + h`; the last key that the row sees in place of one that it does not see.
+    Needles {
+        /// The keys sought.
+        keys: &'static [u32],
+    },
 }
 
 /// What the slots hold that no sequence owns.

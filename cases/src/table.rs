@@ -57,7 +57,10 @@ pub fn quick() -> Vec<CaseSpec> {
         table.push(sizes(*q_len, F16, Heads::new(2, 1, 64), i % 3 != 0));
     }
     table.extend(long());
+    table.extend(needles());
     table.extend(items());
+    table.extend(many_heads());
+    table.extend(large_pools());
     for (q, kv, out) in [(F32, F16, F32), (F16, F32, F16), (Bf16, F16, F32), (F32, Bf16, F16)] {
         table.extend(dtype_rows(q, kv, out));
     }
@@ -322,6 +325,73 @@ fn long() -> Vec<CaseSpec> {
     .into_iter()
     .map(|spec| spec.dtype(F16).causal(true).paged(Pool::new(16).times(1)).seed(18))
     .collect()
+}
+
+/// Keys around the ends of decode splits (40 * 256 is the first of number 40) and far ones, of 131,072.
+const NEEDLES_DECODE: [u32; 16] =
+    [0, 255, 256, 511, 512, 5_000, 10_239, 10_240, 10_495, 20_000, 32_767, 32_768, 60_000, 65_535, 65_536, 131_071];
+
+/// Far keys, and keys around multiples of 32,768: the ends of prefill splits on a CPU.
+const NEEDLES_PREFILL: [u32; 17] = [
+    0, 1, 5_000, 20_000, 32_766, 32_767, 32_768, 32_769, 60_000, 65_535, 65_536, 90_000, 98_303, 98_304, 120_000,
+    131_070, 131_071,
+];
+
+/// Rows that depend on one key each: at far places and at the ends of splits, and on every key of shorter sequences.
+fn needles() -> Vec<CaseSpec> {
+    let long = |name: &str, q_len, keys| {
+        CaseSpec::new(name, Heads::new(2, 1, 64), [(q_len, 131_072)])
+            .dtype(F16)
+            .paged(Pool::new(16).times(1))
+            .values(Values::Needles { keys })
+    };
+    // As many sequences over the same keys as it takes for every key to be sought.
+    let each = |name: String, dtype, heads: Heads, (q_len, kv_len): (u32, u32), causal| {
+        let count = kv_len.div_ceil(q_len * (heads.q_heads / heads.kv_heads));
+        let spec = CaseSpec::new(name, heads, repeat(count, (q_len, kv_len)));
+        let seqs = spec.seqs.iter().map(|s| Seq { kv_stream: 0, ..*s }).collect();
+        spec.seqs(seqs).dtype(dtype).causal(causal).paged(Pool::new(13).shared()).values(Values::Needles { keys: &[] })
+    };
+    let mut table =
+        vec![long("needles/decode-131072", 8, &NEEDLES_DECODE), long("needles/prefill-131072", 17, &NEEDLES_PREFILL)];
+    for (kind, dtype, heads) in FEW {
+        table.push(each(format!("needles/decode-each-{kind}"), dtype, heads, (1, 3 * SPLIT_KEYS + 41), true));
+        table.push(each(format!("needles/prefill-each-{kind}"), dtype, heads, (71, 263), false));
+        table.push(each(format!("needles/prefill-each-causal-{kind}"), dtype, heads, (263, 263), true));
+    }
+    table.into_iter().map(|spec| spec.seed(22)).collect()
+}
+
+/// More KV heads than 8, written by the crate and in pages already.
+fn many_heads() -> Vec<CaseSpec> {
+    [Heads::new(12, 12, 8), Heads::new(20, 10, 8), Heads::new(33, 33, 8)]
+        .into_iter()
+        .flat_map(|heads| {
+            let spec = CaseSpec::new("", heads, [(40, 75), (1, 2 * SPLIT_KEYS + 37), (3, 20)]).causal(true).seed(23);
+            let kind = format!("heads/{}over{}", heads.q_heads, heads.kv_heads);
+            [
+                spec.clone().named(format!("{kind}-paged")).paged(Pool::new(4)),
+                spec.named(format!("{kind}-contiguous")).contiguous(Pool::new(4)),
+            ]
+        })
+        .collect()
+}
+
+/// Pools whose last pages are the ones used: page ids past 16 bits, and places past 64 MiB (of 128 that every device
+/// binds).
+fn large_pools() -> Vec<CaseSpec> {
+    let spec = |name: &str, pool: Pool| {
+        let pool = pool.order(PageOrder::Reversed);
+        let spec = CaseSpec::new("", Heads::new(4, 2, 8), [(40, 40), (1, 57), (3, 3)]).causal(true).seed(24);
+        [
+            spec.clone().named(format!("pools/{name}-paged")).paged(pool),
+            spec.named(format!("pools/{name}-contiguous")).contiguous(pool),
+        ]
+    };
+    // 100 pages of 1 token: 70,000 pages of 128 bytes. 3 + 4 + 1 pages of 16: 51,200 pages of 2,048 bytes.
+    let mut table = spec("70000-pages", Pool::new(1).times(700)).to_vec();
+    table.extend(spec("100-mib", Pool::new(16).times(6_400)));
+    table
 }
 
 /// More work items than one axis of a dispatch takes, in each of the kernels.

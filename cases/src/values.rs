@@ -95,6 +95,10 @@ fn sequence(spec: &CaseSpec, scale: f64, seq: &Seq) -> Sequence {
     match spec.values {
         Values::EqualScores { level } => equal(spec, scale, seq, level, None, &mut out),
         Values::OneAbove { level, lead } => equal(spec, scale, seq, level, Some(lead), &mut out),
+        Values::Needles { keys } => {
+            out.k = normal(Tag::K, seq.kv_stream, k_size).into_iter().map(f32::signum).collect();
+            out.q = seeking(spec, scale, seq, keys, &out.k);
+        }
         _ => {
             out.q = normal(Tag::Q, seq.q_stream, q_size);
             out.k = normal(Tag::K, seq.kv_stream, k_size);
@@ -102,7 +106,7 @@ fn sequence(spec: &CaseSpec, scale: f64, seq: &Seq) -> Sequence {
     }
     let key_row = kv_heads as usize * head_dim as usize;
     match spec.values {
-        Values::Normal | Values::EqualScores { .. } | Values::OneAbove { .. } => {}
+        Values::Normal | Values::EqualScores { .. } | Values::OneAbove { .. } | Values::Needles { .. } => {}
         Values::Peaky => {
             let start = loud_key(seq.kv_len) as usize * key_row;
             out.k.iter_mut().skip(start).take(key_row).for_each(|x| *x *= 30.0);
@@ -137,6 +141,30 @@ fn sequence(spec: &CaseSpec, scale: f64, seq: &Seq) -> Sequence {
 /// The first key that [`Values::LoudFuture`] scales: one that the first half of the rows does not see.
 const fn first_future_key(q_len: u32, kv_len: u32) -> u32 {
     kv_len.saturating_sub(q_len / 2)
+}
+
+/// Queries that seek one key each: multiples of it, with a score of 64. All others have scores near N(0, 8), so that the
+/// highest of 100,000 stays below 40.
+fn seeking(spec: &CaseSpec, scale: f64, seq: &Seq, keys: &[u32], k: &[f32]) -> Vec<f32> {
+    let Heads { q_heads, kv_heads, head_dim, .. } = spec.heads;
+    let (dim, group) = (head_dim as usize, q_heads / kv_heads);
+    let factor = (64.0 / (scale * f64::from(head_dim))) as f32;
+    let mut q = Vec::with_capacity(seq.q_len as usize * q_heads as usize * dim);
+    for row in 0..seq.q_len {
+        let seen = spec.options().map_or(0, |options| options.visible_keys(seq.q_len, seq.kv_len, row));
+        for head in 0..q_heads {
+            let tokens = u64::from(seq.q_stream) * u64::from(seq.q_len) + u64::from(row);
+            let index = tokens * u64::from(group) + u64::from(head % group);
+            let key = match keys.get((index % keys.len().max(1) as u64) as usize) {
+                Some(key) => (*key).min(seen.saturating_sub(1)),
+                None => (index % u64::from(seen.max(1))) as u32,
+            };
+            let start = (key as usize * kv_heads as usize + (head / group) as usize) * dim;
+            // Without a key to see, there is none to seek.
+            q.extend(k.iter().skip(start).chain(std::iter::repeat(&0.0)).take(dim).map(|x| x * factor));
+        }
+    }
+    q
 }
 
 /// Fills queries and keys so that all scores come near `level`, one of them higher by `lead`.

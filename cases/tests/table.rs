@@ -144,6 +144,39 @@ fn scores(spec: &CaseSpec) -> Vec<Vec<Vec<f64>>> {
 }
 
 #[test]
+fn needles_take_all_of_the_weight() {
+    const KEYS: &[u32] = &[0, 7, 299, 5];
+    for (causal, heads) in [(false, Heads::new(4, 2, 64)), (true, Heads::new(2, 2, 128))] {
+        for keys in [KEYS, &[]] {
+            let spec = CaseSpec::new("needles", heads, [(6, 300)])
+                .dtype(Dtype::F16)
+                .causal(causal)
+                .values(Values::Needles { keys });
+            for (row, heads) in scores(&spec).into_iter().enumerate() {
+                let seen = if causal { 295 + row } else { 300 };
+                let group = heads.len() / spec.heads.kv_heads as usize;
+                for (head, scores) in heads.into_iter().enumerate() {
+                    let index = row * group + head % group;
+                    let sought = keys.get(index % keys.len().max(1)).map_or(index, |key| *key as usize).min(seen - 1);
+                    let others = scores[..seen].iter().enumerate().filter(|(key, _)| *key != sought);
+                    let others: f64 = others.map(|(_, score)| (score - scores[sought]).exp()).sum();
+                    assert!(others < 1e-10, "{spec}: row {row}, head {head}: {others:e} beside key {sought}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn reversed_pools_are_used_at_their_end() {
+    for spec in quick().iter().filter(|spec| spec.name.ends_with("70000-pages-paged")) {
+        let case = build(spec).unwrap();
+        let KvSource::Paged { page_ids, .. } = case.kv() else { panic!("not paged") };
+        assert!(page_ids.len() == 100 && page_ids.iter().all(|id| *id > 65_536), "{page_ids:?}");
+    }
+}
+
+#[test]
 fn equal_scores_are_equal_and_near_their_level() {
     for dtype in [Dtype::F32, Dtype::F16, Dtype::Bf16] {
         for level in [0.0, 1e4, -1e4, -5e4, 6e4, -6e4, -1e5, 2.45e5, -2.45e5, -3e37] {

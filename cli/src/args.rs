@@ -19,8 +19,10 @@ pub struct Cli {
 const TOP_EXAMPLES: &str = "\
 Examples:
   paged-attention doctor                                 which GPU would be used, and do its kernels work?
-  paged-attention attend case.safetensors --causal true  run a case and compare it with float64
-  paged-attention attend --help                          what a case file holds";
+  paged-attention attend case.safetensors --causal       run a case and compare it with float64
+  paged-attention attend --help                          what a case file holds
+
+docs/case-format.md describes the file, the reports and the exit status in full.";
 
 /// The subcommands.
 #[derive(Debug, Subcommand)]
@@ -51,7 +53,9 @@ or, where the keys and values are paged already, instead of k, v and kv_indptr
   k_pages, v_pages     [pages, page_size, kv_heads, head_dim | v_head_dim]
   page_indptr [seqs + 1], page_ids, kv_len [seqs]        the page table in CSR form
 and may have metadata strings `causal` and `scale`. Query row i of a sequence sits at position
-kv_len - q_len + i; query head h reads KV head h / (q_heads / kv_heads).
+kv_len - q_len + i; query head h reads KV head h / (q_heads / kv_heads). Rows come first, then heads:
+[heads, rows, dim] must be transposed, and a batch [batch, rows, heads, dim] be packed to
+[batch * rows, heads, dim].
 
 Such a file from Python:
   import numpy as np
@@ -76,7 +80,9 @@ Exit status, the largest over all cases:
   1  ran, result written, and an element is outside the bound (the report names the worst)
   2  the input, an option or the place for the result is unusable; checked before a GPU is used,
      and no result is written (of several cases, those that are usable still run)
-  3  no usable adapter, or the device failed";
+  3  no usable adapter, or the device failed
+
+docs/case-format.md describes the file, the limits and the JSON report in full.";
 
 /// `attend`.
 #[derive(Clone, Debug, Args)]
@@ -117,8 +123,9 @@ pub struct AttendArgs {
 #[derive(Clone, Debug, Default, Args)]
 #[command(next_help_heading = "What is computed (wins over the file's metadata)")]
 pub struct SettingFlags {
-    /// Whether query row i sees only the keys up to its own position [file's default: false]
-    #[arg(long, value_name = "true|false", value_parser = settings::parse_causal)]
+    /// Whether query row i sees only the keys up to its own position; alone it means true [file's default: false]
+    #[arg(long, value_name = "true|false", value_parser = settings::parse_causal, num_args = 0..=1,
+          default_missing_value = "true")]
     pub causal: Option<bool>,
 
     /// The factor of q . k [file's default: 1/sqrt(head_dim)]
@@ -173,8 +180,11 @@ pub struct DoctorArgs {
 }
 
 const DOCTOR_HELP: &str = "\
-Every adapter is opened and runs one small case per kernel, which is compared with float64.
-The adapter with index 0 is the one that `attend` uses unless told otherwise.
+Every adapter is opened and runs one small case per kernel, which is compared with float64; what is
+compiled and tested is said on standard error. The adapter with index 0 is the one that `attend` uses
+unless told otherwise. Adapters behind OpenGL are listed last: `attend` opens OpenGL only where
+Vulkan, Metal and DX12 have no adapter, or none that --adapter names. A software renderer behind
+OpenGL is tested only if it is the only one or --adapter names it: its compiler takes minutes.
 WGPU_BACKEND (vulkan, metal, dx12, gl) narrows the list.
 
 Exit status: 0 if an adapter passes every test, 3 if none does.";
@@ -207,8 +217,10 @@ pub enum KvDtype {
     /// bfloat16
     Bf16,
     /// 8-bit integer with a scale (not supported yet)
+    #[value(hide = true)]
     Int8,
     /// 8-bit float (not supported yet)
+    #[value(hide = true)]
     Fp8,
 }
 
@@ -229,6 +241,7 @@ impl KvDtype {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Layout {
     /// [page, slot, head, dim] (not supported yet)
+    #[value(hide = true)]
     Slot,
     /// [page, head, slot, dim]
     Head,

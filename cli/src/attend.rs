@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressStyle};
-use paged_attention::{Case, Computed, Dtype, Output, PageSize, RunOptions, verify};
+use paged_attention::{Case, Computed, Dtype, KvSource, Output, PageSize, RunError, RunOptions, verify};
 
 use crate::args::AttendArgs;
 use crate::device;
@@ -62,7 +62,10 @@ fn prepare(args: &AttendArgs, several: bool) -> Result<(Vec<Ready>, Indexed), u8
     let progress = bar("checking", files.len());
     for (index, path) in files.iter().enumerate() {
         let loaded = case_file::load(path, &args.settings, &args.paging).and_then(|loaded| {
-            loaded.case.validate_out(Dtype::from(args.out_dtype))?;
+            run_options(args, &loaded.case)?
+                .0
+                .validate(&loaded.case)
+                .map_err(|error| refusal(args, &loaded.case, error))?;
             Ok(loaded)
         });
         match loaded {
@@ -77,6 +80,10 @@ fn prepare(args: &AttendArgs, several: bool) -> Result<(Vec<Ready>, Indexed), u8
         progress.inc(1);
     }
     progress.finish_and_clear();
+    // Where no argument leads to a case, their messages are all there is to say.
+    if files.is_empty() && !(several && args.json) {
+        return Err(report::UNUSABLE);
+    }
     if let Some(out) = args.out.as_ref().filter(|_| !ready.is_empty()) {
         let places = output::plan(out, &files, several).map_err(|error| {
             complain(&error);
@@ -163,6 +170,22 @@ fn run_options(args: &AttendArgs, case: &Case) -> Result<(RunOptions, PageSize),
     Ok((options, page_size))
 }
 
+/// What is wrong with a case that no device could run, by the flag or the tensor that asks for it.
+fn refusal(args: &AttendArgs, case: &Case, error: RunError) -> InputError {
+    match (error, case.kv()) {
+        (RunError::Case(error), _) => error.into(),
+        (RunError::Layout(error), KvSource::Paged { k_pages, .. }) => {
+            InputError::Pool { what: format!("`k_pages` has shape {:?}", k_pages.shape()), error }
+        }
+        (RunError::Layout(error), KvSource::Contiguous { k, .. }) => {
+            let tokens = args.paging.page_size.map_or(PAGE_SIZE_DEFAULT, PageSize::get);
+            let scattered = if args.paging.shuffle_pages.is_some() { ", --shuffle-pages" } else { "" };
+            InputError::Pool { what: format!("--page-size {tokens}{scattered}, `k` of shape {:?}", k.shape()), error }
+        }
+        (error, _) => InputError::Run(error),
+    }
+}
+
 /// Compares a result with the float64 reference.
 pub fn judge(case: &Case, output: &Output) -> Result<paged_attention::Report, String> {
     let Output { out, lse, out_dtype, chains, .. } = output;
@@ -174,27 +197,44 @@ pub fn judge(case: &Case, output: &Output) -> Result<paged_attention::Report, St
 fn finish(mut results: Vec<CaseResult>, json: bool, several: bool) -> u8 {
     if several {
         let summary = Summary::new(results);
-        print(json, &summary, || table::several(&summary));
-        return summary.exit;
+        return printed(print(json, &summary, || table::several(&summary)), summary.exit);
     }
     let Some(result) = results.pop() else {
         return report::UNUSABLE;
     };
     if result.measured.is_some() {
-        print(json, &result, || table::single(&result));
+        return printed(print(json, &result, || table::single(&result)), result.exit);
     }
     result.exit
 }
 
 /// To standard output, as JSON or as text.
-pub fn print<T: serde::Serialize>(json: bool, value: &T, text: impl FnOnce() -> String) {
+pub fn print<T: serde::Serialize>(json: bool, value: &T, text: impl FnOnce() -> String) -> std::io::Result<()> {
+    let text = if json { serde_json::to_string_pretty(value)? } else { text() };
+    write_out(&text)
+}
+
+/// To standard output, with a line's end.
+pub fn write_out(text: &str) -> std::io::Result<()> {
     use std::io::Write;
-    let mut text = if json { serde_json::to_string_pretty(value).unwrap_or_default() } else { text() };
-    if !text.ends_with('\n') {
-        text.push('\n');
+    let mut out = std::io::stdout().lock();
+    let end = if text.ends_with('\n') { "" } else { "\n" };
+    match out.write_all(text.as_bytes()).and_then(|()| out.write_all(end.as_bytes())).and_then(|()| out.flush()) {
+        // A reader that has seen enough (`| head`) is no failure of the run.
+        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
+        written => written,
     }
-    // A reader that has seen enough (`| head`) is no failure of the run.
-    let _ = std::io::stdout().lock().write_all(text.as_bytes());
+}
+
+/// The exit status, which is not 0 where the report got lost.
+pub fn printed(written: std::io::Result<()>, exit: u8) -> u8 {
+    match written {
+        Ok(()) => exit,
+        Err(error) => {
+            complain(&format_args!("the report cannot be written to standard output: {error}"));
+            exit.max(report::UNUSABLE)
+        }
+    }
 }
 
 fn unusable(path: &Path, error: &InputError) -> CaseResult {

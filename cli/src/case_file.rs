@@ -8,7 +8,7 @@ use safetensors::{SafeTensorError, SafeTensors};
 
 use crate::args::{PagingFlags, SettingFlags};
 use crate::error::InputError;
-use crate::{header, index, settings};
+use crate::{header, index, inputs, settings};
 
 /// The tensors of a contiguous cache; `k` and `v` mark it.
 const CONTIGUOUS: [&str; 3] = ["k", "v", "kv_indptr"];
@@ -36,7 +36,7 @@ pub struct Loaded {
 
 /// Reads a case and checks all of it.
 pub fn load(path: &Path, flags: &SettingFlags, paging: &PagingFlags) -> Result<Loaded, InputError> {
-    let bytes = std::fs::read(path)?;
+    let bytes = inputs::read(path)?;
     parse(&bytes, flags, paging)
 }
 
@@ -156,7 +156,13 @@ fn geometry(
         };
         match error {
             E::HeadRatio { .. } => {
-                shape_error(name, tensor, format!("{error}, which `{k_name}` has by its shape {:?}", k.shape()))
+                let axes = if k.shape().len() == 3 { "[rows, heads, dim]" } else { "[pages, page_size, heads, dim]" };
+                let needed = format!(
+                    "{error}, which `{k_name}` has by its shape {:?}; are the axes in order? `q` is [rows, heads, dim], \
+                     `{k_name}` is {axes}, and [heads, rows, dim] must be transposed",
+                    k.shape()
+                );
+                shape_error(name, tensor, needed)
             }
             error => shape_error(name, tensor, error.to_string()),
         }
@@ -174,6 +180,18 @@ fn last_two(name: &'static str, tensor: &Tensor) -> Result<[u32; 2], InputError>
 
 fn shape_error(tensor: &'static str, found: &Tensor, needed: String) -> InputError {
     InputError::Shape { tensor, found: found.shape().to_vec(), needed }
+}
+
+/// What to do with the batches of other libraries.
+fn packing_hint(name: &str, needed: usize, found: usize) -> String {
+    if (needed, found) != (3, 4) {
+        return String::new();
+    }
+    let indptr = if name == "q" { "q_indptr" } else { "kv_indptr" };
+    format!(
+        "; sequences are packed one after the other: [batch, rows, heads, dim] becomes [batch * rows, heads, dim], and \
+         `{indptr}` says where each starts"
+    )
 }
 
 /// The tensors of one file, by name.
@@ -206,6 +224,21 @@ impl<'a> Tensors<'a> {
         names
     }
 
+    /// Names beside those known, for a message that one of those is missing.
+    fn others(&self) -> String {
+        const NAMED_MAX: usize = 8;
+        let unknown = self.unknown();
+        if unknown.is_empty() {
+            return String::new();
+        }
+        let named: Vec<String> = unknown.iter().take(NAMED_MAX).map(|name| format!("`{name}`")).collect();
+        let more = match unknown.len().saturating_sub(NAMED_MAX) {
+            0 => String::new(),
+            more => format!(" and {more} more"),
+        };
+        format!("; the file has {}{more}, which mean nothing here", named.join(", "))
+    }
+
     /// Whether the cache is paged. Tensors of both kinds are refused: one of them would be ignored.
     fn is_paged(&self) -> Result<bool, InputError> {
         let first = |names: &[&'static str]| names.iter().copied().find(|name| self.has(name));
@@ -218,7 +251,10 @@ impl<'a> Tensors<'a> {
             }),
             (None, None) => Err(InputError::Missing {
                 tensor: "k",
-                why: "keys and values are needed, contiguous (`k`, `v`) or paged (`k_pages`, `v_pages`)".into(),
+                why: format!(
+                    "keys and values are needed, contiguous (`k`, `v`) or paged (`k_pages`, `v_pages`){}",
+                    self.others()
+                ),
             }),
             (_, paged) => Ok(paged.is_some()),
         }
@@ -229,7 +265,7 @@ impl<'a> Tensors<'a> {
     }
 
     fn floats(&self, name: &'static str, shape: &str, rank: usize) -> Result<Tensor, InputError> {
-        let view = self.needed(name, &format!("it is needed, of shape {shape} and type {FLOATS}"))?;
+        let view = self.needed(name, &format!("it is needed, of shape {shape} and type {FLOATS}{}", self.others()))?;
         let dtype = match view.dtype() {
             safetensors::Dtype::F32 => Dtype::F32,
             safetensors::Dtype::F16 => Dtype::F16,
@@ -241,7 +277,7 @@ impl<'a> Tensors<'a> {
             return Err(InputError::Shape {
                 tensor: name,
                 found,
-                needed: format!("{rank} dimensions {shape} are needed"),
+                needed: format!("{rank} dimensions {shape} are needed{}", packing_hint(name, rank, view.shape().len())),
             });
         }
         Tensor::from_bytes(dtype, view.shape(), view.data().to_vec())

@@ -2,7 +2,8 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use paged_attention::{Case, Output, RunOptions, Runner, adapter};
+use paged_attention::kernels::{AdapterFacts, KernelConfig, Variants};
+use paged_attention::{Case, Choice, KvSource, Output, RunOptions, Runner, adapter};
 
 use crate::report::AdapterName;
 
@@ -14,14 +15,9 @@ pub struct Device {
     runner: Option<Runner>,
 }
 
-/// Obeys WGPU_BACKEND and wgpu's other variables.
-pub fn instance() -> wgpu::Instance {
-    wgpu::Instance::new(wgpu::InstanceDescriptor::new_without_display_handle_from_env())
-}
-
 /// Opens the adapter that is asked for, or the best.
 pub fn open(wanted: Option<&str>) -> Result<Device, String> {
-    let adapter = pollster::block_on(adapter::find(&instance(), wanted)).map_err(|error| error.to_string())?;
+    let adapter = pollster::block_on(adapter::discover(wanted)).map_err(|error| error.to_string())?;
     let info = adapter.get_info();
     Device::new(adapter).map_err(|error| format!("{}: {error}", adapter::describe(&info)))
 }
@@ -44,16 +40,34 @@ impl Device {
         guard(|| Runner::new(&self.adapter).map_err(|error| error.to_string()))
     }
 
-    /// Runs one case. After a failure the device is closed, since it may be lost.
+    /// Chooses the variants that [`Device::run`] takes for a case: compiles and tests them.
+    pub fn choose(&mut self, case: &Case, options: &RunOptions) -> Result<Choice, String> {
+        self.with_runner(|runner| runner.choose(&config(runner, case, options)).map_err(|error| error.to_string()))
+    }
+
+    /// Runs one case.
     pub fn run(&mut self, case: &Case, options: &RunOptions) -> Result<Output, String> {
+        self.with_runner(|runner| runner.run(case, options).map_err(|error| error.to_string()))
+    }
+
+    /// After a failure the device is closed, since it may be lost.
+    fn with_runner<T>(&mut self, work: impl FnOnce(&mut Runner) -> Result<T, String>) -> Result<T, String> {
         let mut runner = match self.runner.take() {
             Some(runner) => runner,
             None => self.open_runner()?,
         };
-        let output = guard(|| runner.run(case, options).map_err(|error| error.to_string()))?;
+        let result = guard(|| work(&mut runner))?;
         self.runner = Some(runner);
-        Ok(output)
+        Ok(result)
     }
+}
+
+/// The configuration that a case is run with; the variants are the runner's to choose.
+fn config(runner: &Runner, case: &Case, options: &RunOptions) -> KernelConfig {
+    let (KvSource::Contiguous { k, .. } | KvSource::Paged { k_pages: k, .. }) = case.kv();
+    let geometry = *case.geometry();
+    let variants = Variants::base(&AdapterFacts::new(runner.adapter_info(), runner.device()), &geometry);
+    KernelConfig { geometry, q: case.q().dtype(), kv: k.dtype(), out: options.out_dtype, variants }
 }
 
 /// A panic, in a driver's bindings or in our own code, counts as a failure of the device: exit status 3, and the

@@ -6,10 +6,10 @@ use paged_attention::adapter;
 use serde::Serialize;
 
 use crate::args::DoctorArgs;
-use crate::attend::{complain, print};
-use crate::device::{self, Device};
+use crate::attend::{complain, print, printed, write_out};
+use crate::device::Device;
 use crate::report::{self, AdapterName};
-use crate::selftest::{self, Verdict};
+use crate::selftest::{self, SteppedDown, Verdict};
 
 /// One adapter and how it did.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -27,6 +27,8 @@ struct Examined {
     limits: Limits,
     /// Whether every kernel passed.
     passed: bool,
+    /// Why no kernel was tried, though nothing is known to be wrong.
+    skipped: Option<String>,
     /// Why no kernel ran.
     error: Option<String>,
     kernels: Vec<Verdict>,
@@ -63,8 +65,9 @@ struct Diagnosis {
 
 /// Runs the subcommand and returns the exit status.
 pub fn run(args: &DoctorArgs) -> u8 {
-    let adapters = pollster::block_on(adapter::list(&device::instance()));
+    let adapters = pollster::block_on(adapter::discover_all());
     let infos: Vec<_> = adapters.iter().map(wgpu::Adapter::get_info).collect();
+    let asked_for = args.adapter.is_some();
     let chosen = match adapter::select(&infos, args.adapter.as_deref()) {
         Ok(chosen) => chosen,
         Err(error) => {
@@ -72,22 +75,41 @@ pub fn run(args: &DoctorArgs) -> u8 {
             return report::NO_DEVICE;
         }
     };
-    let examined: Vec<Examined> = adapters
-        .into_iter()
-        .enumerate()
-        .filter(|(index, _)| args.adapter.is_none() || *index == chosen)
-        .map(|(index, adapter)| {
-            let asked_for = args.adapter.is_some();
-            examine(index, adapter, index == chosen, reason(&infos, index, chosen, asked_for))
-        })
-        .collect();
+    let mut examined = Vec::new();
+    let mut written = Ok(());
+    for (index, adapter) in adapters.into_iter().enumerate().filter(|(index, _)| !asked_for || *index == chosen) {
+        let skipped = if asked_for { None } else { skipped(&infos, index) };
+        let one = examine(index, adapter, index == chosen, reason(&infos, index, chosen, asked_for), skipped);
+        if !args.json && written.is_ok() {
+            written = write_out(&describe(&one));
+        }
+        examined.push(one);
+    }
     let diagnosis = Diagnosis {
         exit: if examined.iter().any(|adapter| adapter.passed) { report::PASSED } else { report::NO_DEVICE },
         advice: advice(&examined),
         adapters: examined,
     };
-    print(args.json, &diagnosis, || text(&diagnosis));
-    diagnosis.exit
+    match &diagnosis.advice {
+        _ if args.json => written = print(true, &diagnosis, String::new),
+        Some(advice) if written.is_ok() => written = write_out(advice),
+        _ => {}
+    }
+    printed(written, diagnosis.exit)
+}
+
+/// Why an adapter is not tried unless asked for.
+fn skipped(infos: &[wgpu::AdapterInfo], index: usize) -> Option<String> {
+    let is_software = |info: &wgpu::AdapterInfo| adapter::kind(info) == adapter::Kind::Software;
+    let is_gl = |info: &wgpu::AdapterInfo| info.backend == wgpu::Backend::Gl;
+    let own = infos.get(index)?;
+    let other = infos.iter().position(|info| is_software(info) && !is_gl(info));
+    other.filter(|_| is_software(own) && is_gl(own)).map(|other| {
+        format!(
+            "not tested: adapter {other} is a software renderer as well, and this one takes minutes to compile; \
+             --adapter {index} tests it"
+        )
+    })
 }
 
 /// Why an adapter is chosen, or not.
@@ -103,16 +125,16 @@ fn reason(infos: &[wgpu::AdapterInfo], index: usize, chosen: usize, asked_for: b
             1 => format!("{kind}, the only adapter there is"),
             _ => format!("{kind} through {}, the best rank", own.backend),
         }
+    } else if own.backend == wgpu::Backend::Gl && best.backend != wgpu::Backend::Gl && kind <= best_kind {
+        format!("{kind}, but through OpenGL, which ranks after {}; --adapter {index} takes it", best.backend)
     } else if kind != best_kind {
         format!("{kind}, which ranks after {best_kind}")
-    } else if own.backend == wgpu::Backend::Gl && best.backend != wgpu::Backend::Gl {
-        format!("{kind} as well, but through OpenGL, which ranks after {}", best.backend)
     } else {
         format!("{kind} as well, but listed later")
     }
 }
 
-fn examine(index: usize, adapter: wgpu::Adapter, chosen: bool, reason: String) -> Examined {
+fn examine(index: usize, adapter: wgpu::Adapter, chosen: bool, reason: String, skipped: Option<String>) -> Examined {
     let info = adapter.get_info();
     let (features, limits) = (adapter.features(), adapter.limits());
     let mut examined = Examined {
@@ -137,12 +159,20 @@ fn examine(index: usize, adapter: wgpu::Adapter, chosen: bool, reason: String) -
             storage_buffers_per_stage: limits.max_storage_buffers_per_shader_stage,
         },
         passed: false,
+        skipped,
         error: None,
         kernels: Vec::new(),
     };
+    if examined.skipped.is_some() {
+        return examined;
+    }
+    eprintln!("adapter {index}: {}", adapter::describe(&info));
     match Device::new(adapter) {
         Ok(mut device) => {
-            examined.kernels = selftest::ALL.iter().map(|test| test.run(&mut device)).collect();
+            for test in &selftest::ALL {
+                eprintln!("adapter {index}: compiling and testing {}", test.kernel);
+                examined.kernels.push(test.run(&mut device));
+            }
             examined.passed = examined.kernels.iter().all(|kernel| kernel.passed);
         }
         Err(error) => examined.error = Some(error),
@@ -154,6 +184,15 @@ fn examine(index: usize, adapter: wgpu::Adapter, chosen: bool, reason: String) -
 fn advice(examined: &[Examined]) -> Option<String> {
     let chosen = examined.iter().find(|adapter| adapter.chosen)?;
     if chosen.passed {
+        // It ranks before an OpenGL adapter of any kind.
+        let software = adapter::Kind::Software.to_string();
+        let gpu = examined.iter().find(|adapter| adapter.passed && adapter.kind != software);
+        if let Some(gpu) = gpu.filter(|_| chosen.kind == software) {
+            return Some(format!(
+                "a software renderer would be used; --adapter {} ({}) is a {} and passes",
+                gpu.index, gpu.name.adapter, gpu.kind
+            ));
+        }
         return (chosen.kind == adapter::Kind::Software.to_string()).then(|| {
             format!(
                 "only a software renderer would be used; it is exact but slow. For a GPU, {}",
@@ -169,19 +208,9 @@ fn advice(examined: &[Examined]) -> Option<String> {
     })
 }
 
-fn text(diagnosis: &Diagnosis) -> String {
-    let mut text = String::new();
-    for adapter in &diagnosis.adapters {
-        describe(&mut text, adapter);
-    }
-    if let Some(advice) = &diagnosis.advice {
-        let _ = writeln!(text, "{advice}");
-    }
-    text
-}
-
 /// Writing to a String does not fail, so the results are dropped.
-fn describe(text: &mut String, examined: &Examined) {
+fn describe(examined: &Examined) -> String {
+    let mut text = String::new();
     let Examined { index, name, features, limits, .. } = examined;
     let mark = if examined.chosen { "*" } else { " " };
     let _ = writeln!(text, "{mark}{index}  {} ({}, {})", name.adapter, name.backend, name.driver);
@@ -212,6 +241,9 @@ fn describe(text: &mut String, examined: &Examined) {
             limits.storage_buffers_per_stage
         ),
     );
+    if let Some(why) = &examined.skipped {
+        line("kernels", why);
+    }
     if let Some(error) = &examined.error {
         line("failed", error);
     }
@@ -223,7 +255,13 @@ fn describe(text: &mut String, examined: &Examined) {
             (None, Some(ratio)) => format!("ok, measured/bound {ratio:.3}"),
             (None, None) => "ok".to_owned(),
         };
-        line(kernel.kernel, &format!("{verdict}{used}"));
+        let compiled =
+            kernel.chosen.as_ref().map_or(String::new(), |chosen| format!("; compiled in {:.0} ms", chosen.compile_ms));
+        line(kernel.kernel, &format!("{verdict}{used}{compiled}"));
+        for SteppedDown { variants, reason } in kernel.chosen.iter().flat_map(|chosen| &chosen.stepped_down) {
+            line("", &format!("not {} and {}, which were preferred: {reason}", variants.prefill, variants.decode));
+        }
     }
     text.push('\n');
+    text
 }

@@ -8,6 +8,12 @@ pub enum InputError {
     /// The file cannot be read at all.
     #[error("cannot be read: {0}")]
     Read(#[from] std::io::Error),
+    /// A pipe or a device, which may have no end.
+    #[error("found {found}; an ordinary file or a folder is needed")]
+    NotAFile {
+        /// What is there.
+        found: &'static str,
+    },
     /// A folder without cases.
     #[error("the folder holds no *.safetensors file")]
     EmptyFolder,
@@ -91,6 +97,17 @@ pub enum InputError {
     /// The parts do not fit together.
     #[error(transparent)]
     Case(#[from] paged_attention::CaseError),
+    /// A pool that no device can address.
+    #[error("{what}: {error}")]
+    Pool {
+        /// The flag or the tensor that asks for it.
+        what: String,
+        /// The numbers.
+        error: paged_attention::LayoutError,
+    },
+    /// A run that no device can do.
+    #[error(transparent)]
+    Run(paged_attention::RunError),
     /// A tensor's bytes do not fit its shape. The header's check comes first, so this does not happen.
     #[error("`{tensor}`: {error}")]
     Tensor {

@@ -1,11 +1,11 @@
 //! Opens a safetensors file and, where the `safetensors` crate refuses it, says in which tensor the fault lies.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 
 use safetensors::tensor::TensorInfo;
 use safetensors::{SafeTensorError, SafeTensors};
-use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
+use serde::de::{Deserialize, Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_json::{Map, Value};
 
 use crate::error::InputError;
@@ -33,7 +33,7 @@ pub fn open(bytes: &[u8]) -> Result<File<'_>, InputError> {
     let file = parse().map_err(|error| InputError::Header(explain(bytes, &error)))?;
     // The crate takes the last of two entries with one name, another reader may take the first.
     match header_text(bytes).and_then(duplicate) {
-        Some(name) => Err(InputError::Header(format!("the header describes tensor `{name}` twice"))),
+        Some(twice) => Err(InputError::Header(twice)),
         None => Ok(file),
     }
 }
@@ -126,26 +126,51 @@ fn explain_entries(header: &Map<String, Value>, data_len: usize) -> Option<Strin
     })
 }
 
-/// The first name that a header has twice.
+/// The first name that a header, or the metadata in it, has twice, in a sentence.
 fn duplicate(text: &str) -> Option<String> {
-    struct Names;
-    impl<'de> Visitor<'de> for Names {
-        type Value = Option<String>;
-
-        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-            f.write_str("a map")
-        }
-
-        fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
-            let mut seen = std::collections::HashSet::new();
-            let mut twice = None;
-            while let Some((name, IgnoredAny)) = map.next_entry::<String, _>()? {
-                if !seen.insert(name.clone()) {
-                    twice.get_or_insert(name);
-                }
-            }
-            Ok(twice)
-        }
+    let Names { twice, metadata } = serde_json::from_str(text).ok()?;
+    match (twice, metadata) {
+        (Some(name), _) => Some(format!("the header describes tensor `{name}` twice")),
+        (None, Some(key)) => Some(format!("the metadata has `{key}` twice")),
+        (None, None) => None,
     }
-    serde_json::Deserializer::from_str(text).deserialize_map(Names).ok().flatten()
+}
+
+/// What a map has twice, and what the map under `__metadata__` in it has twice.
+#[derive(Default)]
+struct Names {
+    twice: Option<String>,
+    metadata: Option<String>,
+}
+
+impl<'de> Deserialize<'de> for Names {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Map;
+        impl<'de> Visitor<'de> for Map {
+            type Value = Names;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a map")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Names, A::Error> {
+                let mut seen = HashSet::new();
+                let mut names = Names::default();
+                while let Some(name) = map.next_key::<String>()? {
+                    if name == "__metadata__" {
+                        // It may be null.
+                        let inner: Option<Self::Value> = map.next_value()?;
+                        names.metadata = inner.and_then(|inner| inner.twice).or(names.metadata);
+                    } else {
+                        map.next_value::<IgnoredAny>()?;
+                    }
+                    if !seen.insert(name.clone()) {
+                        names.twice.get_or_insert(name);
+                    }
+                }
+                Ok(names)
+            }
+        }
+        deserializer.deserialize_map(Map)
+    }
 }

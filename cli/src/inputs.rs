@@ -22,6 +22,18 @@ pub fn collect(arguments: &[PathBuf]) -> (Vec<PathBuf>, Vec<BadArgument>) {
     (files, bad)
 }
 
+/// Reads a file. A pipe or a device is refused unread, since it may have no end or keep the command waiting.
+pub fn read(path: &Path) -> Result<Vec<u8>, InputError> {
+    let kind = std::fs::metadata(path)?.file_type();
+    if kind.is_dir() {
+        return Err(InputError::NotAFile { found: "a folder" });
+    }
+    if !kind.is_file() {
+        return Err(InputError::NotAFile { found: "a device or pipe" });
+    }
+    Ok(std::fs::read(path)?)
+}
+
 fn expand(argument: &Path) -> std::io::Result<Vec<PathBuf>> {
     if !std::fs::metadata(argument)?.is_dir() {
         return Ok(vec![argument.to_owned()]);

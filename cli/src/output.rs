@@ -77,6 +77,13 @@ pub fn plan(out: &Path, inputs: &[PathBuf], into_folder: bool) -> Result<Vec<Pat
         }
         check_collisions(&places, inputs)?;
     } else {
+        if names_a_folder(out) {
+            return Err(OutputError::Kind {
+                out: out.to_owned(),
+                found: "the name of a folder",
+                needed: "the name of a new or an ordinary file",
+            });
+        }
         places.extend(inputs.iter().map(|_| out.to_owned()));
     }
     let by_identity: HashMap<Identity, &PathBuf> =
@@ -91,6 +98,14 @@ pub fn plan(out: &Path, inputs: &[PathBuf], into_folder: bool) -> Result<Vec<Pat
         check_writable(out, into_folder)?;
     }
     Ok(places)
+}
+
+/// Whether a name can only be a folder's, whether there is one or not: it ends in a separator, `.` or `..`.
+fn names_a_folder(out: &Path) -> bool {
+    // A path's components leave out a separator or `.` at the end.
+    let name = out.to_string_lossy();
+    let last = name.rsplit(std::path::is_separator).next().unwrap_or_default();
+    !name.is_empty() && ["", ".", ".."].contains(&last)
 }
 
 /// Whether there is anything, a dangling link included.

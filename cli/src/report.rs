@@ -39,7 +39,7 @@ impl AdapterName {
 /// A kernel that ran.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Kernel {
-    /// Such as `prefill-base`.
+    /// Such as `prefill-broadcast32-r2k4`.
     pub name: String,
     /// Why it was chosen.
     pub reason: String,

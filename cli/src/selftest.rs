@@ -1,6 +1,7 @@
 //! One tiny case per kernel, for `doctor`: enough to see that a driver compiles the kernel and computes with it.
 
-use paged_attention::{AttentionOptions, Case, Dtype, HeadGeometry, KvSource, PageSize, RunOptions, Tensor};
+use paged_attention::kernels::Variants;
+use paged_attention::{AttentionOptions, Case, Choice, Dtype, HeadGeometry, KvSource, PageSize, RunOptions, Tensor};
 use serde::Serialize;
 
 use crate::attend;
@@ -28,12 +29,61 @@ pub struct Verdict {
     pub kernel: &'static str,
     /// Whether the kernel ran and the result is inside the bound.
     pub passed: bool,
+    /// The variants that were chosen for the case.
+    pub chosen: Option<Chosen>,
     /// The kernels that ran and why.
     pub ran: Vec<Kernel>,
     /// Largest measured error over the bound.
     pub max_bound_ratio: Option<f64>,
     /// What went wrong.
     pub error: Option<String>,
+}
+
+/// A pair of variants.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Pair {
+    /// Such as `prefill-broadcast32-r2k4`.
+    pub prefill: String,
+    /// Such as `decode-exchange32`.
+    pub decode: String,
+}
+
+impl From<&Variants> for Pair {
+    fn from(variants: &Variants) -> Self {
+        Self { prefill: variants.prefill.to_string(), decode: variants.decode.to_string() }
+    }
+}
+
+/// The variants that the library chose, and those that it would have liked better.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Chosen {
+    #[serde(flatten)]
+    pub variants: Pair,
+    /// Time to compile all kernels of the case.
+    pub compile_ms: f64,
+    /// Variants that come first by the rule, and what was wrong with each.
+    pub stepped_down: Vec<SteppedDown>,
+}
+
+/// Variants that failed.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct SteppedDown {
+    #[serde(flatten)]
+    pub variants: Pair,
+    pub reason: String,
+}
+
+impl From<&Choice> for Chosen {
+    fn from(choice: &Choice) -> Self {
+        let stepped_down = choice.stepped_down.iter();
+        Self {
+            variants: Pair::from(&choice.variants),
+            compile_ms: choice.compile_ms,
+            stepped_down: stepped_down
+                .map(|(variants, reason)| SteppedDown { variants: Pair::from(variants), reason: reason.clone() })
+                .collect(),
+        }
+    }
 }
 
 /// One per kernel.
@@ -47,8 +97,14 @@ pub const ALL: [SelfTest; 4] = [
 impl SelfTest {
     /// Runs the case and compares it with float64.
     pub fn run(&self, device: &mut Device) -> Verdict {
-        let mut verdict =
-            Verdict { kernel: self.kernel, passed: false, ran: Vec::new(), max_bound_ratio: None, error: None };
+        let mut verdict = Verdict {
+            kernel: self.kernel,
+            passed: false,
+            chosen: None,
+            ran: Vec::new(),
+            max_bound_ratio: None,
+            error: None,
+        };
         match self.measure(device, &mut verdict) {
             Ok(()) => verdict.passed = true,
             Err(error) => verdict.error = Some(error),
@@ -58,6 +114,7 @@ impl SelfTest {
 
     fn measure(&self, device: &mut Device, verdict: &mut Verdict) -> Result<(), String> {
         let Problem { case, options } = (self.build)()?;
+        verdict.chosen = Some(Chosen::from(&device.choose(&case, &options)?));
         let output = device.run(&case, &options)?;
         verdict.ran = output.kernels.iter().map(Kernel::from).collect();
         let report = attend::judge(&case, &output)?;

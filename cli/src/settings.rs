@@ -26,7 +26,9 @@ pub struct Settings {
 
 /// `true` or `false`.
 pub fn parse_causal(text: &str) -> Result<bool, String> {
-    text.parse().map_err(|_| "`true` or `false` is needed".to_owned())
+    text.parse().map_err(|_| {
+        "`true` or `false` is needed (before a file's name, write --causal=true; alone at the end, --causal will do)".to_owned()
+    })
 }
 
 /// A finite number.

@@ -5,6 +5,12 @@ use std::fmt::Write;
 
 use crate::report::{AdapterName, CaseResult, Kernel, Measured, Shape, Summary, UNUSABLE};
 
+/// `1 row`, `2 rows`
+pub fn counted(count: impl Into<u64>, what: &str) -> String {
+    let count = count.into();
+    format!("{count} {what}{}", if count == 1 { "" } else { "s" })
+}
+
 impl Shape {
     /// `2 seqs, 5 rows × 8 heads on 37 keys × 2 heads, d 64`
     fn line(&self) -> String {
@@ -14,13 +20,12 @@ impl Shape {
             format!("d {} / {}", self.head_dim, self.v_head_dim)
         };
         format!(
-            "{} seq{}, {} rows x {} heads on {} keys x {} heads, {dims}",
-            self.seqs,
-            if self.seqs == 1 { "" } else { "s" },
-            self.total_q,
-            self.q_heads,
-            self.total_kv,
-            self.kv_heads
+            "{}, {} x {} on {} x {}, {dims}",
+            counted(self.seqs as u64, "seq"),
+            counted(self.total_q, "row"),
+            counted(self.q_heads, "head"),
+            counted(self.total_kv, "key"),
+            counted(self.kv_heads, "head")
         )
     }
 }
@@ -73,7 +78,10 @@ pub fn single(result: &CaseResult) -> String {
     }
     for (index, kernel) in m.kernel.iter().enumerate() {
         let Kernel { name, reason, workgroups } = kernel;
-        line(if index == 0 { "kernels" } else { "" }, &format!("{name}, {workgroups} workgroups: {reason}"));
+        line(
+            if index == 0 { "kernels" } else { "" },
+            &format!("{name}, {}: {reason}", counted(*workgroups, "workgroup")),
+        );
     }
     let shape = &m.shape;
     line("shape", &shape.line());
@@ -144,8 +152,12 @@ pub fn several(summary: &Summary) -> String {
     }
     let _ = write!(
         text,
-        "{} cases: {} inside the bound, {} outside, {} unusable, {} not run",
-        summary.case_count, summary.passed, summary.outside_bound, summary.unusable, summary.device_failed
+        "{}: {} inside the bound, {} outside, {} unusable, {} not run",
+        counted(summary.case_count as u64, "case"),
+        summary.passed,
+        summary.outside_bound,
+        summary.unusable,
+        summary.device_failed
     );
     if let Some(worst) = &summary.worst_case {
         let _ = write!(text, "; largest measured/bound ratio {:.3} in {worst}", summary.max_bound_ratio);

@@ -171,15 +171,20 @@ impl Variants {
 fn prefill(facts: &AdapterFacts, geometry: &HeadGeometry, subgroup: u32) -> PrefillVariant {
     let row_words = padded_dim(geometry.head_dim()) + padded_dim(geometry.v_head_dim());
     if facts.cpu {
-        let rows_per_lane = match row_words {
+        let rows_per_lane = match (row_words, subgroup) {
             _ if facts.slow_compiler => 1,
-            ..=256 => 4,
+            (..=256, 0) => 4,
+            // Broadcasts cost less than loads from one address: fewer rows per load are enough where rows are short.
+            (..=128, 1..) => 3,
+            (..=256, 1..) => 4,
             _ => 2,
         };
+        // One subgroup or a few: there is no occupancy to gain, and few rows are idle at a prompt's end.
+        let lanes = subgroup.max(16);
         // llvmpipe of Mesa 22 ends all loops of an invocation after 65,535 iterations.
         PrefillVariant {
             subgroup,
-            lanes: 64 / rows_per_lane,
+            lanes,
             rows_per_lane,
             step_keys: 2,
             split_keys: 1 << 15,

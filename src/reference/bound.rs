@@ -90,7 +90,7 @@ use std::f64::consts::{LN_2, LOG2_E};
 use thiserror::Error;
 
 use super::problem::RowTask;
-use super::{DenseRow, Problem, map_rows};
+use super::{DenseRow, Problem, for_rows};
 use crate::case::Case;
 use crate::chains::Chains;
 use crate::geometry::Dtype;
@@ -149,31 +149,34 @@ pub struct Bounds {
 /// [`BoundError`], if `chains` does not fit the case or cannot be used.
 pub fn bounds(case: &Case, chains: &[Chains], out_dtype: Dtype) -> Result<Bounds, BoundError> {
     check_chains(case, chains)?;
-    let problem = Problem::new(case);
-    let rows = map_rows(&problem, <(DenseRow, RowBound)>::default, |(dense, bound), row, head| {
-        match problem.row(row, head).and_then(|task| Some((task, chains.get(task.seq)?))) {
-            Some((task, chains)) => {
-                dense.attend(&task);
-                bound.fill(&task, dense, *chains, out_dtype);
-                (bound.out.clone(), bound.lse)
-            }
-            None => (Vec::new(), 0.0),
+    let mut all = Bounds { out: Vec::new(), lse: Vec::new() };
+    let work = |problem: &Problem<'_>, (dense, bound): &mut (DenseRow, RowBound), row, head| match problem
+        .row(row, head)
+        .and_then(|task| Some((task, chains.get(task.seq)?)))
+    {
+        Some((task, chains)) => {
+            dense.attend(&task);
+            bound.fill(&task, dense, *chains, out_dtype);
+            (bound.out.clone(), bound.lse)
         }
+        None => (Vec::new(), 0.0),
+    };
+    for_rows(case, <(DenseRow, RowBound)>::default, work, |(out, lse)| {
+        all.out.extend(out);
+        all.lse.push(lse);
     });
-    let (mut out, mut lse) = (Vec::new(), Vec::with_capacity(rows.len()));
-    for (row_out, row_lse) in rows {
-        out.extend(row_out);
-        lse.push(row_lse);
-    }
-    Ok(Bounds { out, lse })
+    Ok(all)
 }
 
 pub(crate) fn check_chains(case: &Case, chains: &[Chains]) -> Result<(), BoundError> {
     if chains.len() != case.seqs() {
         return Err(BoundError::Count { found: chains.len(), needed: case.seqs() });
     }
-    match chains.iter().enumerate().find(|(_, c)| c.step_keys == 0 || c.dot.max(c.accumulate) > CHAIN_MAX) {
-        Some((seq, found)) => Err(BoundError::Chains { seq, found: *found }),
+    // Chains of a sequence without query rows are nobody's.
+    let has_rows = case.lengths().into_iter().map(|(q_len, _)| q_len > 0);
+    let unusable = |c: &Chains| c.step_keys == 0 || c.dot.max(c.accumulate) > CHAIN_MAX;
+    match chains.iter().zip(has_rows).enumerate().find(|(_, (chains, has_rows))| *has_rows && unusable(chains)) {
+        Some((seq, (found, _))) => Err(BoundError::Chains { seq, found: *found }),
         None => Ok(()),
     }
 }

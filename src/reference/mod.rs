@@ -19,7 +19,7 @@ use crate::case::Case;
 
 pub(crate) use dense::DenseRow;
 pub use online::{OnlineRow, online_row};
-pub(crate) use parallel::map_rows;
+pub(crate) use parallel::for_rows;
 pub(crate) use problem::Problem;
 
 /// What attention returns, in float64.
@@ -55,13 +55,17 @@ pub fn online(case: &Case, block: NonZeroUsize) -> Reference {
     })
 }
 
-fn by_row(case: &Case, attend: impl Fn(&Problem, usize, usize) -> (Vec<f64>, f64) + Sync) -> Reference {
-    let problem = Problem::new(case);
-    let rows = map_rows(&problem, || (), |(), row, head| attend(&problem, row, head));
-    let (mut out, mut lse) = (Vec::new(), Vec::with_capacity(rows.len()));
-    for (row_out, row_lse) in rows {
-        out.extend(row_out);
-        lse.push(row_lse);
-    }
-    Reference { out, lse }
+fn by_row(case: &Case, attend: impl Fn(&Problem<'_>, usize, usize) -> (Vec<f64>, f64) + Sync) -> Reference {
+    let mut reference = Reference { out: Vec::new(), lse: Vec::new() };
+    let work = |problem: &Problem<'_>, (): &mut (), row, head| attend(problem, row, head);
+    for_rows(
+        case,
+        || (),
+        work,
+        |(out, lse)| {
+            reference.out.extend(out);
+            reference.lse.push(lse);
+        },
+    );
+    reference
 }

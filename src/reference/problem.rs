@@ -1,10 +1,16 @@
 //! A case laid out for the reference: which keys and values a row sees.
 
+use std::ops::Range;
+
 use crate::case::{Case, SequenceKv};
 
-/// All rows of a case.
-pub(crate) struct Problem {
-    q: Vec<f32>,
+/// Keys and values in f32 that a part holds, unless one sequence takes more.
+const PART_BYTES: u128 = 1 << 28;
+
+/// The rows of some successive sequences of a case.
+pub(crate) struct Problem<'a> {
+    /// Of the whole case.
+    q: &'a [f32],
     q_heads: usize,
     group: usize,
     head_dim: usize,
@@ -14,13 +20,16 @@ pub(crate) struct Problem {
     seqs: Vec<Sequence>,
 }
 
+/// A sequence with query rows.
 struct Sequence {
+    /// Its number in the case.
+    seq: usize,
     q_start: usize,
     q_len: usize,
     kv: SequenceKv,
-    /// Largest `sum_i |k_i|` of a key, `[kv_heads]`.
+    /// Largest `sum_i |k_i|` of a key, `[kv_heads]`; empty without keys.
     k_sum_max: Vec<f64>,
-    /// Largest `|v|` of each dimension, `[kv_heads, v_head_dim]`.
+    /// Largest `|v|` of each dimension, `[kv_heads, v_head_dim]`; empty without keys.
     v_max: Vec<f64>,
 }
 
@@ -39,25 +48,44 @@ pub(crate) struct RowTask<'a> {
     pub scale: f64,
     /// Largest `sum_i |k_i|` of a key of the sequence.
     pub k_sum_max: f64,
-    /// Largest `|v|` of the sequence in each dimension, `[v_head_dim]`.
+    /// Largest `|v|` of the sequence in each dimension, `[v_head_dim]`; empty if the sequence has no keys.
     pub v_max: &'a [f64],
 }
 
-impl Problem {
-    pub(crate) fn new(case: &Case) -> Self {
+impl<'a> Problem<'a> {
+    /// Calls `work` with one part of `case` after the other: together they have every query row, in order. Sequences may
+    /// share pages, so that keys and values of all of them can be far more than the case itself.
+    pub(crate) fn for_parts(case: &Case, mut work: impl FnMut(&Problem<'_>)) {
+        let q = case.q().to_f32();
+        let lengths = case.lengths();
+        let (mut seqs, mut bytes) = (0..0, 0);
+        for (seq, (q_len, kv_len)) in lengths.iter().enumerate() {
+            let own = if *q_len > 0 { case.gathered_bytes(*kv_len) } else { 0 };
+            if bytes + own > PART_BYTES && !seqs.is_empty() {
+                work(&Problem::new(case, &q, seqs.clone(), &lengths));
+                (seqs, bytes) = (seq..seq, 0);
+            }
+            (seqs.end, bytes) = (seq + 1, bytes + own);
+        }
+        work(&Problem::new(case, &q, seqs, &lengths));
+    }
+
+    fn new(case: &Case, q: &'a [f32], seqs: Range<usize>, lengths: &[(u32, u32)]) -> Self {
         let geometry = case.geometry();
         let (head_dim, v_head_dim) = (geometry.head_dim() as usize, geometry.v_head_dim() as usize);
         let kv_heads = geometry.kv_heads() as usize;
         let starts = case.q_indptr().iter().map(|start| *start as usize);
-        let seqs = starts.zip(case.lengths()).enumerate().filter_map(|(seq, (q_start, (q_len, _)))| {
+        let all = starts.zip(lengths).enumerate().skip(seqs.start).take(seqs.len());
+        let seqs = all.filter(|(_, (_, (q_len, _)))| *q_len > 0).filter_map(|(seq, (q_start, (q_len, kv_len)))| {
             let kv = case.sequence_kv(seq)?;
-            let k_sum_max = (0..kv_heads)
+            let heads = if *kv_len > 0 { kv_heads } else { 0 };
+            let k_sum_max = (0..heads)
                 .map(|head| {
                     let sums = kv.k(head).chunks_exact(head_dim).map(|k| k.iter().map(|x| f64::from(x.abs())).sum());
                     sums.fold(0.0, f64::max)
                 })
                 .collect();
-            let mut v_max = vec![0.0; kv_heads * v_head_dim];
+            let mut v_max = vec![0.0; heads * v_head_dim];
             for (head, max) in v_max.chunks_exact_mut(v_head_dim).enumerate() {
                 for v in kv.v(head).chunks_exact(v_head_dim) {
                     for (max, v) in max.iter_mut().zip(v) {
@@ -65,10 +93,10 @@ impl Problem {
                     }
                 }
             }
-            Some(Sequence { q_start, q_len: q_len as usize, kv, k_sum_max, v_max })
+            Some(Sequence { seq, q_start, q_len: *q_len as usize, kv, k_sum_max, v_max })
         });
         Self {
-            q: case.q().to_f32(),
+            q,
             q_heads: geometry.q_heads() as usize,
             group: geometry.group() as usize,
             head_dim,
@@ -79,33 +107,46 @@ impl Problem {
         }
     }
 
-    pub(crate) fn total_q(&self) -> usize {
-        self.seqs.last().map_or(0, |seq| seq.q_start + seq.q_len)
+    /// Packed query rows.
+    pub(crate) fn rows(&self) -> Range<usize> {
+        match (self.seqs.first(), self.seqs.last()) {
+            (Some(first), Some(last)) => first.q_start..last.q_start + last.q_len,
+            _ => 0..0,
+        }
+    }
+
+    /// Keys of the longest sequence.
+    pub(crate) fn keys_max(&self) -> usize {
+        self.seqs.iter().map(|seq| seq.kv.kv_len()).max().unwrap_or(0)
     }
 
     pub(crate) fn q_heads(&self) -> usize {
         self.q_heads
     }
 
-    /// `None` past the last row or head.
+    /// `None` for a row that is not in this part, and past the last head.
     pub(crate) fn row(&self, row: usize, head: usize) -> Option<RowTask<'_>> {
         let seq = self.seqs.partition_point(|seq| seq.q_start + seq.q_len <= row);
         let sequence = self.seqs.get(seq)?;
         let (kv, kv_head) = (&sequence.kv, head / self.group);
-        let i = row - sequence.q_start;
+        let i = row.checked_sub(sequence.q_start)?;
         let seen = (0..kv.kv_len()).take_while(|j| self.sees(sequence, i, *j)).count();
         let q_start = (row * self.q_heads + head) * self.head_dim;
         let v_max_start = kv_head * self.v_head_dim;
+        let (k_sum_max, v_max): (f64, &[f64]) = match kv.kv_len() {
+            0 => (0.0, &[]),
+            _ => (*sequence.k_sum_max.get(kv_head)?, sequence.v_max.get(v_max_start..v_max_start + self.v_head_dim)?),
+        };
         Some(RowTask {
-            seq,
+            seq: sequence.seq,
             q: self.q.get(q_start..q_start + self.head_dim)?,
             k: kv.k(kv_head).get(..seen * self.head_dim)?,
             v: kv.v(kv_head).get(..seen * self.v_head_dim)?,
             head_dim: self.head_dim,
             v_head_dim: self.v_head_dim,
             scale: self.scale,
-            k_sum_max: *sequence.k_sum_max.get(kv_head)?,
-            v_max: sequence.v_max.get(v_max_start..v_max_start + self.v_head_dim)?,
+            k_sum_max,
+            v_max,
         })
     }
 

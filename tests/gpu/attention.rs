@@ -38,7 +38,9 @@ quick_groups! {
     table_splits: "splits",
     table_sizes: "sizes",
     table_long: "long",
+    table_needles: "needles",
     table_items: "items",
+    table_heads: "heads",
     table_values: "values",
     table_dtypes: "dtypes",
 }

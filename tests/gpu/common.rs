@@ -1,12 +1,13 @@
 //! The adapter, and what every test does with a case.
 
+use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::Instant;
 
-use paged_attention::kernels::{AdapterFacts, KernelConfig, Variants};
+use paged_attention::kernels::{AdapterFacts, KernelConfig, KernelId, Tiles, Variants};
 use paged_attention::{
     Case, Computed, Dtype, HeadGeometry, KvSource, Output, PageSize, Report, RunError, RunOptions, Runner, adapter,
     verify, wgpu,
@@ -36,9 +37,8 @@ fn open() -> Result<Option<Gpu>, String> {
         say("PAGED_ATTENTION_SKIP_GPU=1: tests that need an adapter are left out");
         return Ok(None);
     }
-    let instance = wgpu::Instance::new(wgpu::InstanceDescriptor::new_without_display_handle_from_env());
     let wanted = std::env::var("PAGED_ATTENTION_ADAPTER").ok();
-    let adapter = pollster::block_on(adapter::find(&instance, wanted.as_deref())).map_err(|error| {
+    let adapter = pollster::block_on(adapter::discover(wanted.as_deref())).map_err(|error| {
         format!("{error}\nTo leave out the tests that need an adapter, set PAGED_ATTENTION_SKIP_GPU=1.")
     })?;
     say(&format!("adapter: {}", adapter::describe(&adapter.get_info())));
@@ -87,6 +87,32 @@ impl Gpu {
         }
     }
 
+    /// What the adapter says of itself.
+    pub fn facts(&self) -> AdapterFacts {
+        let runner = self.runner.lock().unwrap_or_else(PoisonError::into_inner);
+        AdapterFacts::new(runner.adapter_info(), runner.device())
+    }
+
+    /// The variants without subgroups, and with the adapter's subgroups those for a CPU and those for a GPU, whichever
+    /// the adapter is; or the one choice that `PAGED_ATTENTION_VARIANTS` asks for.
+    pub fn every_variant(&self, geometry: &HeadGeometry) -> Vec<Variants> {
+        let facts = self.facts();
+        let first = |cpu| Variants::candidates(&AdapterFacts { cpu, ..facts }, geometry)[0];
+        match std::env::var("PAGED_ATTENTION_VARIANTS").as_deref() {
+            Ok("base") => vec![Variants::base(&facts, geometry)],
+            Ok("gpu") => vec![first(false)],
+            _ => {
+                let mut all = vec![Variants::base(&facts, geometry)];
+                for variants in [first(true), first(false)] {
+                    if !all.contains(&variants) {
+                        all.push(variants);
+                    }
+                }
+                all
+            }
+        }
+    }
+
     /// Runs a description with the page size, pages and output type that it asks for.
     pub fn run_spec(&self, spec: &CaseSpec) -> Result<(Case, Output), String> {
         let case = build(spec).map_err(|error| error.to_string())?;
@@ -131,6 +157,7 @@ pub fn judge(case: &Case, output: &Output) -> Result<Report, String> {
     let computed = Computed { out: &output.out, lse: &output.lse, out_dtype: output.out_dtype, chains: &output.chains };
     let report = verify(case, &computed).map_err(|error| error.to_string())?;
     if report.passed() {
+        Ratios::note(case, output, &report);
         Ok(report)
     } else {
         Err(format!(
@@ -140,6 +167,41 @@ pub fn judge(case: &Case, output: &Output) -> Result<Report, String> {
             report.max_bound_ratio_lse,
             report.worst.map(|worst| worst.to_string()).unwrap_or_default()
         ))
+    }
+}
+
+/// The largest measured/bound of each variant in this process. A case counts for the kernel of its worst row.
+#[derive(Default)]
+struct Ratios {
+    largest: BTreeMap<String, f64>,
+    changed: bool,
+}
+
+static RATIOS: Mutex<Ratios> = Mutex::new(Ratios { largest: BTreeMap::new(), changed: false });
+
+impl Ratios {
+    fn note(case: &Case, output: &Output, report: &Report) {
+        let Some(worst) = &report.worst else { return };
+        let seq = case.q_indptr().partition_point(|begin| *begin as usize <= worst.row) - 1;
+        let decodes = Tiles::decodes(case.lengths()[seq].0, case.geometry().group());
+        let kernel = if decodes { KernelId::Decode } else { KernelId::Prefill }.entry_point();
+        let Some(ran) = output.kernels.iter().find(|ran| ran.kernel.starts_with(kernel)) else { return };
+        let mut ratios = RATIOS.lock().unwrap_or_else(PoisonError::into_inner);
+        let largest = ratios.largest.get(&ran.kernel).copied();
+        if largest.is_none_or(|largest| report.max_bound_ratio > largest) {
+            ratios.largest.insert(ran.kernel.clone(), report.max_bound_ratio);
+            ratios.changed = true;
+        }
+    }
+
+    /// Says them where they have grown since they were last said: the last such line of a run is the whole run's.
+    fn say() {
+        let mut ratios = RATIOS.lock().unwrap_or_else(PoisonError::into_inner);
+        if std::mem::take(&mut ratios.changed) {
+            let list: Vec<String> =
+                ratios.largest.iter().map(|(kernel, ratio)| format!("{kernel} {ratio:.4}")).collect();
+            say(&format!("largest measured/bound so far: {}", list.join(", ")));
+        }
     }
 }
 
@@ -321,6 +383,7 @@ impl Tally {
         };
         let seconds = self.start.elapsed().as_secs_f64();
         say(&format!("{}: {} checks in {seconds:.1} s{worst}", self.test, self.count));
+        Ratios::say();
         assert!(
             self.failures.is_empty(),
             "{} of {} failed:\n  {}",

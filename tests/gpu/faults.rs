@@ -1,9 +1,16 @@
 //! Faults that attention kernels have had elsewhere (numbers as in the project's list of them): each test runs the real
 //! kernel, then the same kernel with that fault put into its source, and fails unless the first is right and the second
-//! is noticed.
+//! is noticed; every kernel variant has its turn.
+
+mod adapters;
+mod arithmetic;
+mod places;
+mod subgroups;
+
+use std::collections::HashSet;
 
 use paged_attention::kernels::{
-    AdapterFacts, KernelConfig, KernelId, Kernels, LANES, SPLIT_KEYS, SourceEdit, Tiles, Variants,
+    AdapterFacts, DecodeVariant, KernelConfig, KernelId, Kernels, LANES, SPLIT_KEYS, SourceEdit, Tiles, Variants,
 };
 use paged_attention::{
     Batch, BatchError, BindError, BuildError, Case, Computed, Dtype, HeadGeometry, KvLayout, KvSource, LayoutError,
@@ -11,7 +18,7 @@ use paged_attention::{
 };
 use paged_attention_cases::{CaseSpec, Heads, Poison, Pool, Values, build};
 
-use crate::common::{Gpu, difference, gpu, judge, run_options, say};
+use crate::common::{Gpu, difference, gpu, judge, run_options, say, shortened};
 
 const ATTENTION: [KernelId; 3] = [KernelId::Prefill, KernelId::Decode, KernelId::Merge];
 
@@ -22,18 +29,34 @@ fn edit(kernel: KernelId, from: &'static str, to: &'static str) -> SourceEdit {
     SourceEdit { kernel, from, to }
 }
 
+/// An edit with texts that are made for a variant.
+fn edit_text(kernel: KernelId, from: String, to: String) -> SourceEdit {
+    // As long as the process: tests are few, and edits are `Copy`.
+    edit(kernel, Box::leak(from.into_boxed_str()), Box::leak(to.into_boxed_str()))
+}
+
 /// The same edit in every kernel that shares the text.
 fn shared(from: &'static str, to: &'static str) -> Vec<SourceEdit> {
     ATTENTION.into_iter().map(|kernel| edit(kernel, from, to)).collect()
 }
 
-/// The variants that need no subgroups, as a CPU gets them: the mutants are edits of their text.
+/// The variants that need no subgroups, as a CPU gets them.
 fn base(geometry: &HeadGeometry) -> Variants {
     Variants::base(&AdapterFacts::PLAIN_CPU, geometry)
 }
 
 fn base_options(spec: &CaseSpec) -> RunOptions {
-    RunOptions { variants: Some(base(&spec.heads.geometry().unwrap())), ..run_options(spec) }
+    with_variants(spec, base(&spec.heads.geometry().unwrap()))
+}
+
+fn with_variants(spec: &CaseSpec, variants: Variants) -> RunOptions {
+    RunOptions { variants: Some(variants), ..run_options(spec) }
+}
+
+/// `spec` once for every variant that is tested here.
+fn in_every_variant(gpu: &Gpu, spec: &CaseSpec) -> Vec<RunOptions> {
+    let variants = gpu.every_variant(&spec.heads.geometry().unwrap());
+    variants.into_iter().map(|variants| with_variants(spec, variants)).collect()
 }
 
 fn kernel_config(case: &Case, options: &RunOptions) -> KernelConfig {
@@ -62,33 +85,85 @@ fn run_edited(
     runner.run(case, options)
 }
 
-/// The real kernels pass `spec`; those with `edits` do not. Says how the fault showed.
+/// The real kernels pass `spec`; those with `edits` do not, in any variant.
 fn noticed(gpu: &Gpu, fault: &str, spec: &CaseSpec, edits: &[SourceEdit]) {
-    noticed_by(gpu, fault, spec, edits, |_, case, output| judge(case, output).map(|_| ()));
+    noticed_in(gpu, fault, spec, |_| edits.to_vec(), judged);
 }
 
-fn noticed_by(
+/// The same with edits of texts that only some variants have.
+fn noticed_by_variant(gpu: &Gpu, fault: &str, spec: &CaseSpec, edits: impl Fn(&KernelConfig) -> Vec<SourceEdit>) {
+    noticed_in(gpu, fault, spec, edits, judged);
+}
+
+fn judged(case: &Case, _: &Output, output: &Output) -> Result<(), String> {
+    judge(case, output).map(|_| ())
+}
+
+/// `check` sees the case, the real output and the one to be judged, and says how a fault shows. A mutant that cannot
+/// be built is noticed by nobody: an edit that does not apply, or that breaks the shader, fails the test.
+fn noticed_in(
     gpu: &Gpu,
     fault: &str,
     spec: &CaseSpec,
-    edits: &[SourceEdit],
-    check: impl Fn(&Gpu, &Case, &Output) -> Result<(), String>,
+    edits: impl Fn(&KernelConfig) -> Vec<SourceEdit>,
+    check: impl Fn(&Case, &Output, &Output) -> Result<(), String>,
+) {
+    noticed_case(gpu, fault, spec, &build(spec).unwrap(), edits, check);
+}
+
+/// The same for a case that differs from its description in its values.
+fn noticed_case(
+    gpu: &Gpu,
+    fault: &str,
+    spec: &CaseSpec,
+    case: &Case,
+    edits: impl Fn(&KernelConfig) -> Vec<SourceEdit>,
+    check: impl Fn(&Case, &Output, &Output) -> Result<(), String>,
+) {
+    let mut seen = HashSet::new();
+    for options in in_every_variant(gpu, spec) {
+        let config = kernel_config(case, &options);
+        let edits = edits(&config);
+        let (fault, spec) = (format!("{fault}, {} {}", config.variants.prefill, config.variants.decode), &spec);
+        let kernels: Vec<_> = KernelId::ALL.into_iter().filter(|id| edits.iter().any(|e| e.kernel == *id)).collect();
+        // Kernels without variants need one turn.
+        let texts: Vec<String> = kernels.iter().map(|kernel| kernel.wgsl(&config).unwrap()).collect();
+        let told: Vec<_> = edits.iter().map(|e| (e.from, e.to)).collect();
+        if !seen.insert((texts, told)) {
+            continue;
+        }
+        let real = gpu.run(case, &options).unwrap_or_else(|error| panic!("{fault}: {spec}: {error}"));
+        if let Err(why) = check(case, &real, &real) {
+            panic!("{fault}: the real kernel fails {spec}: {why}");
+        }
+        let why = match run_edited(&mut gpu.fresh_runner(), case, &options, &edits) {
+            Err(RunError::Build(error)) => panic!("{fault}: there is no mutant: {error}"),
+            Err(error) => error.to_string(),
+            Ok(output) => match check(case, &real, &output) {
+                Err(why) => why,
+                Ok(()) => panic!("{fault}: nobody notices the mutant in {spec}"),
+            },
+        };
+        say(&format!("{fault}: noticed: {}", shortened(&why)));
+    }
+}
+
+/// A mutant of every variant, by what its run says.
+fn refused_in(
+    gpu: &Gpu,
+    spec: &CaseSpec,
+    edits: impl Fn(&KernelConfig) -> Vec<SourceEdit>,
+    expected: impl Fn(&RunError) -> bool,
 ) {
     let case = build(spec).unwrap();
-    let options = base_options(spec);
-    let real = gpu.run(&case, &options).unwrap();
-    if let Err(why) = check(gpu, &case, &real) {
-        panic!("{fault}: the real kernel fails {spec}: {why}");
+    for options in in_every_variant(gpu, spec) {
+        let edits = edits(&kernel_config(&case, &options));
+        match run_edited(&mut gpu.fresh_runner(), &case, &options, &edits) {
+            Err(error) if expected(&error) => {}
+            Err(error) => panic!("{spec}: {error}"),
+            Ok(_) => panic!("{spec}: the mutant ran"),
+        }
     }
-    let mutant = run_edited(&mut gpu.fresh_runner(), &case, &options, edits);
-    let why = match mutant {
-        Err(error) => error.to_string(),
-        Ok(output) => match check(gpu, &case, &output) {
-            Err(why) => why,
-            Ok(()) => panic!("{fault}: nobody notices the mutant in {spec}"),
-        },
-    };
-    say(&format!("{fault}: noticed: {}", crate::common::shortened(&why)));
 }
 
 fn prefill(name: &str) -> CaseSpec {
@@ -170,12 +245,20 @@ fn fault_06_unowned_slots_reach_the_output() {
         noticed(gpu, "06 prefill", &spec, &edits);
         // The same for a decode, with the weight of the slots past the end zero.
         let spec = decode("06").paged(Pool::new(16).poison(poison));
-        let edits = [
-            edit(KernelId::Decode, "key < keys; key += DECODE_LANES", "key < keys + 3u; key += DECODE_LANES"),
-            edit(KernelId::Decode, "key < keys; key += PARTS", "key < keys + 3u; key += PARTS"),
-            edit(KernelId::Decode, "key < keys; key += KEY_STREAMS", "key < keys + 3u; key += KEY_STREAMS"),
-        ];
-        noticed(gpu, "06 decode", &spec, &edits);
+        noticed_by_variant(gpu, "06 decode", &spec, |config| {
+            let mut edits = vec![
+                ("key < keys; key += DECODE_LANES", "key < keys + 3u; key += DECODE_LANES"),
+                ("key < keys; key += PARTS", "key < keys + 3u; key += PARTS"),
+            ];
+            edits.extend(match config.variants.decode {
+                DecodeVariant::Streams { .. } => vec![
+                    ("first + lane < keys;", "first + lane < keys + 3u;"),
+                    ("min(first + lane, keys - 1u)", "min(first + lane, keys + 2u)"),
+                ],
+                _ => vec![("key < keys; key += KEY_STREAMS", "key < keys + 3u; key += KEY_STREAMS")],
+            });
+            edits.into_iter().map(|(from, to)| edit(KernelId::Decode, from, to)).collect()
+        });
     }
 }
 
@@ -207,11 +290,35 @@ fn fault_08_a_loop_that_steps_over_keys() {
     let Some(gpu) = gpu() else { return };
     let edits = [edit(KernelId::Prefill, "step += ", "step += 1u + ")];
     noticed(gpu, "08 prefill", &prefill("08"), &edits);
-    for (from, to) in [
-        ("key < keys; key += KEY_STREAMS", "key < keys; key += KEY_STREAMS + 1u"),
-        ("key < keys; key += DECODE_LANES", "key < keys; key += DECODE_LANES + 1u"),
-    ] {
-        noticed(gpu, "08 decode", &decode("08"), &[edit(KernelId::Decode, from, to)]);
+    // Places, scores and values.
+    let decode_edits = |config: &KernelConfig| match config.variants.decode {
+        DecodeVariant::Workgroup => [
+            (
+                "key < keys; key += DECODE_LANES) {\n        rows_of",
+                "key < keys; key += DECODE_LANES + 1u) {\n        rows_of",
+            ),
+            (
+                "key < keys; key += DECODE_LANES) {\n        let k_row",
+                "key < keys; key += DECODE_LANES + 1u) {\n        let k_row",
+            ),
+            ("key < keys; key += KEY_STREAMS", "key < keys; key += KEY_STREAMS + 1u"),
+        ],
+        DecodeVariant::Streams { .. } => [
+            ("key < keys; key += DECODE_LANES", "key < keys; key += DECODE_LANES + 1u"),
+            ("i < SPLIT_KEYS / DECODE_SUBGROUP &&", "i + 1u < SPLIT_KEYS / DECODE_SUBGROUP &&"),
+            ("first += DECODE_SUBGROUP)", "first += DECODE_SUBGROUP + 1u)"),
+        ],
+        DecodeVariant::Exchange { .. } => [
+            ("key < keys; key += DECODE_LANES", "key < keys; key += DECODE_LANES + 1u"),
+            ("first += DECODE_SUBGROUP / LANES_PER_KEY)", "first += DECODE_SUBGROUP / LANES_PER_KEY + 1u)"),
+            ("key < keys; key += KEY_STREAMS", "key < keys; key += KEY_STREAMS + 1u"),
+        ],
+    };
+    for i in 0..3 {
+        noticed_by_variant(gpu, "08 decode", &decode("08"), |config| {
+            let (from, to) = decode_edits(config)[i];
+            vec![edit(KernelId::Decode, from, to)]
+        });
     }
 }
 
@@ -411,14 +518,14 @@ fn fault_20_once_per_split_instead_of_once() {
 #[test]
 fn fault_21_host_and_kernel_disagree() {
     let Some(gpu) = gpu() else { return };
-    let tiles = Tiles::new(&HEADS.geometry().unwrap(), &base(&HEADS.geometry().unwrap()));
     let spec = CaseSpec::new("faults/21", HEADS, [(200, 200)]);
-    let lanes = format!("const PREFILL_LANES = {}u;", tiles.prefill.lanes);
-    let edits = [edit(KernelId::Prefill, Box::leak(lanes.into_boxed_str()), "const PREFILL_LANES = 8u;")];
-    noticed(gpu, "21 prefill", &spec, &edits);
+    noticed_by_variant(gpu, "21 prefill", &spec, |config| {
+        let lanes = format!("const PREFILL_LANES = {}u;", config.tiles().prefill.lanes);
+        let fewer = format!("const PREFILL_LANES = {}u;", config.tiles().prefill.lanes / 2);
+        vec![edit_text(KernelId::Prefill, lanes, fewer)]
+    });
     let keys = format!("const SPLIT_KEYS = {SPLIT_KEYS}u;");
-    let edits = [edit(KernelId::Decode, Box::leak(keys.into_boxed_str()), "const SPLIT_KEYS = 128u;")];
-    noticed(gpu, "21 decode", &decode("21"), &edits);
+    noticed(gpu, "21 decode", &decode("21"), &[edit_text(KernelId::Decode, keys, "const SPLIT_KEYS = 128u;".into())]);
     // Every geometry that is accepted fits the limits that the kernels promise to stay within.
     let limits = wgpu::Limits::default();
     for dim in 1..=256 {
@@ -445,10 +552,10 @@ fn fault_22_a_launch_that_is_dropped() {
         (KernelId::Merge, decode("22")),
         (KernelId::Append, prefill("22").contiguous(Pool::new(16))),
     ] {
-        let case = build(&spec).unwrap();
-        let edits = [edit(kernel, "atomicAdd(&status[STATUS_DONE], 1u);", "")];
-        let error = run_edited(&mut gpu.fresh_runner(), &case, &base_options(&spec), &edits).unwrap_err();
-        assert!(matches!(error, RunError::Status(StatusError::Incomplete { needed: 1.., .. })), "{error}");
+        let edits = |_: &KernelConfig| vec![edit(kernel, "atomicAdd(&status[STATUS_DONE], 1u);", "")];
+        refused_in(gpu, &spec, edits, |error| {
+            matches!(error, RunError::Status(StatusError::Incomplete { needed: 1.., .. }))
+        });
     }
     // A pool that the device cannot bind is an error with the numbers, not a log line.
     let spec = prefill("22").paged(Pool::new(4).times(20));
@@ -463,14 +570,14 @@ fn fault_22_a_launch_that_is_dropped() {
 fn a_page_id_that_slipped_past_the_host_is_not_followed() {
     let Some(gpu) = gpu() else { return };
     for (kernel, spec) in [(KernelId::Prefill, prefill("page")), (KernelId::Decode, decode("page"))] {
-        let case = build(&spec).unwrap();
-        let edits = [edit(
-            kernel,
-            "return Page(id, id < params.page_count);",
-            "return Page(id + 9999u, id + 9999u < params.page_count);",
-        )];
-        let error = run_edited(&mut gpu.fresh_runner(), &case, &base_options(&spec), &edits).unwrap_err();
-        assert!(matches!(error, RunError::Status(StatusError::PageId { bits: 1 })), "{error}");
+        let edits = |_: &KernelConfig| {
+            vec![edit(
+                kernel,
+                "return Page(id, id < params.page_count);",
+                "return Page(id + 9999u, id + 9999u < params.page_count);",
+            )]
+        };
+        refused_in(gpu, &spec, edits, |error| matches!(error, RunError::Status(StatusError::PageId { bits: 1 })));
     }
 }
 
@@ -487,10 +594,12 @@ fn a_loop_that_the_driver_ends_early_is_reported() {
             "split < seq.splits; split++) { if split > 0u { break; }",
         ),
     ] {
-        let case = build(&spec).unwrap();
-        let error =
-            run_edited(&mut gpu.fresh_runner(), &case, &base_options(&spec), &[edit(kernel, from, to)]).unwrap_err();
-        assert!(matches!(error, RunError::Status(StatusError::CutShort { .. })), "{error}");
+        refused_in(
+            gpu,
+            &spec,
+            |_| vec![edit(kernel, from, to)],
+            |error| matches!(error, RunError::Status(StatusError::CutShort { .. })),
+        );
     }
 }
 
@@ -502,11 +611,21 @@ fn fault_37_a_loop_local_variable_that_keeps_its_value() {
         edit(KernelId::Prefill, "    var at = cursor_at(", "    var s_0_0 = 0.0;\n    var at = cursor_at("),
     ];
     noticed(gpu, "37 prefill", &prefill("37"), &edits);
-    let edits = [
-        edit(KernelId::Decode, "        var s_0 = 0.0;\n", ""),
-        edit(KernelId::Decode, "    // Scores, a lane per key.", "    var s_0 = 0.0;"),
-    ];
-    noticed(gpu, "37 decode", &decode("37"), &edits);
+    noticed_by_variant(gpu, "37 decode", &decode("37"), |config| {
+        let (from, to) = match config.variants.decode {
+            DecodeVariant::Workgroup => (
+                "    for (var key = lane; key < keys; key += DECODE_LANES) {\n        let k_row",
+                "    var s_0 = 0.0;\n    for (var key = lane; key < keys; key += DECODE_LANES) {\n        let k_row",
+            ),
+            DecodeVariant::Streams { .. } => {
+                ("    for (var i = 0u; i < SPLIT_KEYS", "    var s_0 = 0.0;\n    for (var i = 0u; i < SPLIT_KEYS")
+            }
+            DecodeVariant::Exchange { .. } => {
+                ("    for (var first = 0u;", "    var s_0 = 0.0;\n    for (var first = 0u;")
+            }
+        };
+        vec![edit(KernelId::Decode, "        var s_0 = 0.0;\n", ""), edit(KernelId::Decode, from, to)]
+    });
 }
 
 /// Every dimension has a kernel that fits, and none takes minutes to compile.

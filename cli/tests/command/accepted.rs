@@ -1,5 +1,7 @@
 //! Inputs that must pass every check. Without an adapter they end with exit status 3, so these tests need none.
 
+#[cfg(unix)]
+use crate::support::in_little_memory;
 use crate::support::{File, folder_with, names_in, without_adapter};
 
 fn check(rows: &[(&str, Vec<u8>, &[&str])]) {
@@ -101,6 +103,50 @@ fn neutral_and_legal_inputs() {
 }
 
 #[test]
+fn causal_needs_no_value() {
+    let (folder, _) = folder_with(&File::contiguous().meta("causal", "nonsense").bytes());
+    let case = "case.safetensors";
+    for args in [
+        &["attend", case, "--causal"][..],
+        &["attend", case, "--causal", "--json"],
+        &["attend", case, "--causal", "true"],
+        &["attend", "--causal=false", case],
+        &["attend", "--causal", "true", case],
+    ] {
+        assert_eq!(without_adapter(folder.path(), args).code, Some(3), "{args:?}");
+    }
+}
+
+/// Small files that would take terabytes, were their keys written out per sequence or their heads looked at one by one.
+#[cfg(unix)]
+#[test]
+fn small_files_take_little_memory() {
+    for (name, file) in [
+        ("2.6e9 keys", File::on_one_page(&[0, 0], 40_000, 2_600_000_000)),
+        ("20,000 sequences", File::on_one_page(&[0; 20_001], 1, 65_536)),
+        ("20,000 sequences, one row", File::on_one_page(&[[0; 20_000].as_slice(), &[1]].concat(), 1, 65_536)),
+        ("empty sequences", File::many_heads().u32("q_indptr", &[0; 50_001]).u32("kv_indptr", &[0; 50_001])),
+        ("one group", File::many_heads().f16_zeros("k", &[0, 1, 256]).f16_zeros("v", &[0, 1, 256])),
+    ] {
+        let (folder, _) = folder_with(&file.bytes());
+        let run = in_little_memory(folder.path(), &["attend", "case.safetensors"]);
+        assert_eq!(run.code, Some(3), "{name}: {run:?}");
+        assert!(run.stderr.contains("mesa-vulkan-drivers"), "{name}: {run:?}");
+    }
+}
+
+#[test]
+fn help_does_not_offer_what_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    for flag in ["-h", "--help"] {
+        let run = without_adapter(folder.path(), &["attend", flag]);
+        for value in ["int8", "fp8", "values: slot", "- slot"] {
+            assert!(!run.stdout.contains(value), "{value}: {run:?}");
+        }
+    }
+}
+
+#[test]
 fn unknown_tensors_are_warned_about() {
     let (folder, _) = folder_with(&File::contiguous().f32("positions", &[3]).bytes());
     let run = without_adapter(folder.path(), &["attend", "case.safetensors", "--json"]);
@@ -115,6 +161,8 @@ fn help_and_version() {
         (vec!["--help"], "doctor"),
         (vec!["--version"], "paged-attention"),
         (vec!["attend", "--help"], "page_indptr"),
+        (vec!["attend", "--help"], "docs/case-format.md"),
+        (vec!["--help"], "docs/case-format.md"),
         (vec!["attend", "-h"], "--shuffle-pages"),
         (vec!["doctor", "--help"], "WGPU_BACKEND"),
     ] {

@@ -6,6 +6,8 @@ use half::f16;
 use safetensors::{Dtype, SafeTensors};
 use serde_json::Value;
 
+#[cfg(target_os = "linux")]
+use crate::support::in_shell;
 use crate::support::{File, Run, folder_with, names_in, with_adapter};
 
 /// Whether the test is to be left out, which is said aloud.
@@ -223,6 +225,79 @@ fn rows_without_keys_and_batches_without_rows() {
     }
 }
 
+/// 65,536 query heads on one KV head, without a row: nothing is computed, so nothing is tested. With a row, the test of
+/// the kernels is in proportion.
+#[test]
+fn large_groups() {
+    if skipped() {
+        return;
+    }
+    let no_rows = File::default().f16_zeros("q", &[0, 65_536, 8]).f16_zeros("k", &[3, 1, 8]).f16_zeros("v", &[3, 1, 8]);
+    let rows = File::default().f32("q", &[3, 1024, 8]).f32("k", &[300, 1, 8]).f32("v", &[300, 1, 8]);
+    for file in [no_rows, rows] {
+        let (folder, _) = folder_with(&file.bytes());
+        let run = run(folder.path(), &["attend", "case.safetensors"]);
+        assert_eq!(run.code, Some(0), "{run:?}");
+    }
+}
+
+/// Sequences without query rows may share as many pages as they like.
+#[test]
+fn endless_sequences_without_rows() {
+    if skipped() {
+        return;
+    }
+    let (folder, _) = folder_with(&File::on_one_page(&[0, 0], 40_000, 2_600_000_000).bytes());
+    let run = run(folder.path(), &["attend", "case.safetensors"]);
+    assert_eq!(run.code, Some(0), "{run:?}");
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_report_that_is_lost_is_a_failure() {
+    if skipped() {
+        return;
+    }
+    let (folder, _) = folder_with(&File::contiguous().bytes());
+    for flags in ["--json", "", ". --json"] {
+        let run = in_shell(folder.path(), &format!("exec \"$0\" attend case.safetensors {flags} > /dev/full"));
+        assert_eq!(run.code, Some(2), "{flags}: {run:?}");
+        assert!(run.stderr.contains("error: the report cannot be written to standard output"), "{run:?}");
+    }
+    let run = in_shell(folder.path(), "exec \"$0\" doctor > /dev/full");
+    assert_eq!(run.code, Some(2), "{run:?}");
+    // A reader that leaves early is none.
+    let run = in_shell(folder.path(), "\"$0\" attend case.safetensors | true");
+    assert!(!run.stderr.contains("error"), "{run:?}");
+}
+
+/// One of each, in words.
+#[test]
+fn counts_of_one() {
+    if skipped() {
+        return;
+    }
+    let file = File::default().f32("q", &[1, 1, 8]).f32("k", &[1, 1, 8]).f32("v", &[1, 1, 8]);
+    let (folder, _) = folder_with(&file.bytes());
+    let run = run(folder.path(), &["attend", "."]);
+    assert_eq!(run.code, Some(0), "{run:?}");
+    for part in ["1 seq, 1 row x 1 head on 1 key x 1 head", "1 case: 1 inside"] {
+        assert!(run.stdout.contains(part), "{part}: {run:?}");
+    }
+}
+
+/// Drivers and layers that miss a desktop session do not say so in the command's name.
+#[cfg(target_os = "linux")]
+#[test]
+fn no_noise_without_a_session() {
+    if skipped() {
+        return;
+    }
+    let (folder, _) = folder_with(&File::contiguous().bytes());
+    let run = in_shell(folder.path(), "unset XDG_RUNTIME_DIR; exec \"$0\" attend case.safetensors");
+    assert_eq!((run.code, run.stderr.as_str()), (Some(0), ""), "{run:?}");
+}
+
 /// A folder with a broken case still runs the others, writes their results and none for the broken one.
 #[test]
 fn one_bad_case_of_several() {
@@ -269,5 +344,18 @@ fn doctor() {
     assert!(chosen["limits"]["storage_binding_bytes"].as_u64() > Some(0), "{chosen}");
     let kernels: Vec<_> = chosen["kernels"].as_array().unwrap().iter().map(|kernel| kernel["kernel"].clone()).collect();
     assert_eq!(kernels, ["append", "prefill", "decode", "merge"]);
+    for kernel in chosen["kernels"].as_array().unwrap() {
+        let choice = &kernel["chosen"];
+        assert!(choice["prefill"].as_str().unwrap().starts_with("prefill-"), "{kernel}");
+        assert!(choice["decode"].as_str().unwrap().starts_with("decode-"), "{kernel}");
+        assert!(choice["compile_ms"].as_f64() > Some(0.0) && choice["stepped_down"].is_array(), "{kernel}");
+    }
+    for line in ["adapter 0: compiling and testing append", "adapter 0: compiling and testing merge"] {
+        assert!(run.stderr.contains(line), "{run:?}");
+    }
+    for other in report["adapters"].as_array().unwrap().iter().skip(1) {
+        let second_software = other["backend"] == "gl" && other["kind"] == "software renderer";
+        assert_eq!(other["skipped"].is_string(), second_software && chosen["kind"] == other["kind"], "{other}");
+    }
     assert!(chosen["kernels"].as_array().unwrap().iter().all(|kernel| kernel["passed"] == true), "{chosen}");
 }

@@ -64,6 +64,9 @@ fn places_that_cannot_be_written() {
     refused(here, &case("file/out.safetensors"), &["file/out.safetensors", "no file can be written"]);
     refused(here, &case("folder"), &["found a folder", "needed"]);
     refused(here, &case(""), &["--out"]);
+    for name in ["new/", "folder/new/", "folder/new//", "new/.", "folder/..", "folder/"] {
+        refused(here, &case(name), &[name, "the name of a folder", "is needed"]);
+    }
     refused(here, &[".", "--out", "file"], &["found a file", "a folder is needed"]);
     refused(here, &[".", "--out", "file/deeper"], &["no file can be written"]);
     let mut permissions = std::fs::metadata(here.join("file")).unwrap().permissions();

@@ -14,6 +14,10 @@ fn broken_files() {
     let header_len = header.to_string().len();
     let mut not_utf8 = assemble(&header.to_string(), &data);
     not_utf8[20] = 0xff;
+    let with_metadata = |metadata: &str| {
+        let text = header.to_string();
+        assemble(&format!("{{\"__metadata__\":{metadata},{}", &text[1..]), &data)
+    };
     check_refusals(&[
         broken("empty", vec![], &["has 0 bytes", "8"]),
         broken("five bytes", vec![1, 2, 3, 4, 5], &["has 5 bytes"]),
@@ -103,6 +107,12 @@ fn broken_files() {
             &["`q`", "twice"],
         ),
         broken(
+            "a metadata key twice",
+            with_metadata("{\"causal\":\"true\",\"causal\":\"false\"}"),
+            &["`causal` twice"],
+        ),
+        broken("an unknown key twice", with_metadata("{\"a\":\"\",\"causal\":\"true\",\"a\":\"\"}"), &["`a` twice"]),
+        broken(
             "metadata is no object",
             good.with_header(|header| header["__metadata__"] = json!("causal")),
             &["`__metadata__`", "object of strings"],
@@ -163,6 +173,8 @@ fn flag_values() {
         f("out type", &["--out-dtype", "bf16"], &["--out-dtype", "'bf16'"]),
         f("layout", &["--layout", "slot"], &["--layout slot", "not supported yet", "head"]),
         f("layout", &["--layout", "dim"], &["--layout", "'dim'"]),
+        f("page past 32 bits", &["--page-size", "4294967295"], &["--page-size 4294967295", "can be addressed"]),
+        f("causal", &["--causal", "maybe"], &["--causal", "`true` or `false`"]),
         f("unknown flag", &["--sinks", "3"], &["--sinks"]),
         f("missing value", &["--scale"], &["--scale"]),
         refusal_with("page size", &File::paged(), &["--page-size", "4"], &["--page-size", "paged already"]),
@@ -181,10 +193,30 @@ fn files_that_are_not_there() {
         assert_eq!(run.code, Some(2), "{run:?}");
         assert!(run.stderr.contains(argument) && run.stderr.contains(says), "{run:?}");
         assert_eq!(run.stderr.matches("error:").count(), 1, "{run:?}");
+        assert!(run.stdout.is_empty(), "{run:?}");
     }
     let run = without_adapter(folder.path(), &["attend"]);
     assert_eq!(run.code, Some(2), "{run:?}");
     assert_eq!(names_in(folder.path()), ["case.safetensors", "empty"]);
+}
+
+/// What has no end, or keeps a reader waiting, is not read at all.
+#[cfg(unix)]
+#[test]
+fn pipes_and_devices() {
+    let (folder, _) = folder_with(&File::contiguous().bytes());
+    assert!(
+        std::process::Command::new("mkfifo").arg(folder.path().join("pipe.safetensors")).status().unwrap().success()
+    );
+    for argument in ["pipe.safetensors", "/dev/zero", "/dev/null"] {
+        let run = without_adapter(folder.path(), &["attend", argument, "--json"]);
+        assert_eq!(run.code, Some(2), "{run:?}");
+        assert!(run.stderr.contains(argument) && run.stderr.contains("found a device or pipe"), "{run:?}");
+    }
+    // The other case of the folder asks for an adapter.
+    let run = without_adapter(folder.path(), &["attend", "."]);
+    assert_eq!(run.code, Some(3), "{run:?}");
+    assert!(run.stderr.contains("pipe.safetensors: found a device or pipe"), "{run:?}");
 }
 
 #[cfg(unix)]

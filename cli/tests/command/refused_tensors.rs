@@ -196,3 +196,54 @@ fn values() {
         ),
     ]);
 }
+
+/// More than any check comes to the end of, or any device can address.
+#[test]
+fn too_much() {
+    let rows: Vec<u32> = (0..=1 << 18).collect();
+    check_refusals(&[
+        refusal(
+            "keys of a sequence",
+            &File::on_one_page(&[0, 1], 40_000, 2_600_000_000),
+            &["sequence 0", "270400000016 bytes", "at most 17179869184"],
+        ),
+        refusal(
+            "keys of all",
+            &File::on_one_page(&rows, 1, 65_536),
+            &["137443147776 bytes", "over all sequences", "at most 68719476736"],
+        ),
+        refusal(
+            "scores",
+            &File::on_one_page(&[0, 1 << 20], 20, 1_100_000),
+            &["1153433600000 scores", "at most 1099511627776"],
+        ),
+        refusal(
+            "a page past 32 bits, in a pool without pages",
+            &File::paged()
+                .f16_zeros("k_pages", &[0, u32::MAX as usize, 1, 4])
+                .f16_zeros("v_pages", &[0, u32::MAX as usize, 1, 4])
+                .f32("q", &[3, 4, 4])
+                .i32("page_indptr", &[0, 0, 0])
+                .i32("page_ids", &[])
+                .i32("kv_len", &[0, 0]),
+            &["`k_pages` has shape [0, 4294967295, 1, 4]", "bytes", "can be addressed"],
+        ),
+    ]);
+}
+
+#[test]
+fn hints() {
+    let flat = File::contiguous;
+    let foreign = File::default().f32("query", &[3, 4, 8]).f32("key", &[10, 2, 8]).f32("value", &[10, 2, 8]);
+    check_refusals(&[
+        refusal("other names", &foreign, &["`k` is missing", "`key`, `query`, `value`"]),
+        refusal("other name of q", &flat().without("q").f32("Q", &[3, 4, 8]), &["`q` is missing", "the file has `Q`"]),
+        refusal("a batch of q", &flat().f32("q", &[1, 3, 4, 8]), &["[batch * rows, heads, dim]", "`q_indptr`"]),
+        refusal("a batch of k", &flat().f32("k", &[1, 10, 2, 8]), &["[batch * rows, heads, dim]", "`kv_indptr`"]),
+        refusal(
+            "heads first",
+            &flat().f32("q", &[4, 3, 8]).f32("k", &[2, 10, 8]).f32("v", &[2, 10, 8]),
+            &["q_heads 3", "[heads, rows, dim] must be transposed"],
+        ),
+    ]);
+}

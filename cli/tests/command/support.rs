@@ -26,6 +26,27 @@ impl File {
             .i32("kv_indptr", &[0, 4, 10])
     }
 
+    /// Sequences that share one page of 65,536 tokens, with a table of `pages` entries and `kv_len` keys each.
+    pub fn on_one_page(q_indptr: &[u32], pages: u32, kv_len: u32) -> Self {
+        let seqs = q_indptr.len() as u32 - 1;
+        Self::default()
+            .f16_zeros("q", &[q_indptr[seqs as usize] as usize, 1, 1])
+            .f16_zeros("k_pages", &[1, 65_536, 1, 1])
+            .f16_zeros("v_pages", &[1, 65_536, 1, 1])
+            .u32("q_indptr", q_indptr)
+            .u32("page_indptr", &(0..=seqs).map(|seq| seq * pages).collect::<Vec<_>>())
+            .u32("page_ids", &vec![0; (seqs * pages) as usize])
+            .u32("kv_len", &vec![kv_len; seqs as usize])
+    }
+
+    /// 65,536 heads and nothing else.
+    pub fn many_heads() -> Self {
+        Self::default()
+            .f16_zeros("q", &[0, 65_536, 256])
+            .f16_zeros("k", &[0, 65_536, 256])
+            .f16_zeros("v", &[0, 65_536, 256])
+    }
+
     /// The same rows on 5 and 8 keys in pages of 4, with a spare page.
     pub fn paged() -> Self {
         Self::default()
@@ -73,6 +94,11 @@ impl File {
 
     pub fn i64(self, name: &str, values: &[i64]) -> Self {
         self.raw(name, "I64", &[values.len()], values.iter().flat_map(|x| x.to_le_bytes()).collect())
+    }
+
+    /// Zeros.
+    pub fn f16_zeros(self, name: &str, shape: &[usize]) -> Self {
+        self.raw(name, "F16", shape, vec![0; shape.iter().product::<usize>() * 2])
     }
 
     pub fn without(mut self, name: &str) -> Self {
@@ -160,6 +186,23 @@ pub fn without_adapter(folder: &Path, args: &[impl AsRef<OsStr>]) -> Run {
     let mut command = command(folder, args);
     // The command is built without the `noop` backend, so this leaves it no backend at all.
     command.env("WGPU_BACKEND", "noop");
+    run(command)
+}
+
+/// The same with 4 GiB of address space: enough for everything that a small file may ask for.
+#[cfg(unix)]
+pub fn in_little_memory(folder: &Path, args: &[&str]) -> Run {
+    let mut command = Command::new("sh");
+    command.args(["-c", "ulimit -v 4194304 && exec \"$0\" \"$@\"", env!("CARGO_BIN_EXE_paged-attention")]);
+    command.args(args).current_dir(folder).env("WGPU_BACKEND", "noop");
+    run(command)
+}
+
+/// Runs a line of shell script in which `$0` is the command.
+#[cfg(unix)]
+pub fn in_shell(folder: &Path, line: &str) -> Run {
+    let mut command = Command::new("sh");
+    command.args(["-c", line, env!("CARGO_BIN_EXE_paged-attention")]).current_dir(folder);
     run(command)
 }
 

@@ -1,0 +1,52 @@
+//! Rows of the table with a purpose beside correctness: what is timed, and what `doctor` runs on an adapter.
+
+use paged_attention::Dtype;
+
+use crate::spec::{CaseSpec, Heads, Pool};
+
+/// The shapes of `bench`: prompts P1 to P3, single tokens D1 to D3. f32, contiguous, causal.
+///
+/// | name | query/KV heads | dimension | sequences of (query rows, keys) |
+/// | --- | --- | --- | --- |
+/// | P1 | 8/8 | 64 | (1024, 1024) |
+/// | P2 | 9/3 | 64 | (512, 512) |
+/// | P3 | 8/2 | 128 | (1024, 1024) |
+/// | D1 | 32/8 | 128 | (1, 4096) |
+/// | D2 | 9/3 | 64 | 8 of (1, 1024) |
+/// | D3 | 8/8 | 128 | (1, 16384) |
+pub fn speed() -> Vec<CaseSpec> {
+    [
+        ("P1", Heads::new(8, 8, 64), vec![(1024, 1024)]),
+        ("P2", Heads::new(9, 3, 64), vec![(512, 512)]),
+        ("P3", Heads::new(8, 2, 128), vec![(1024, 1024)]),
+        ("D1", Heads::new(32, 8, 128), vec![(1, 4096)]),
+        ("D2", Heads::new(9, 3, 64), vec![(1, 1024); 8]),
+        ("D3", Heads::new(8, 8, 128), vec![(1, 16_384)]),
+    ]
+    .into_iter()
+    .map(|(name, heads, lengths)| timed(name, heads, lengths))
+    .collect()
+}
+
+/// A shape to be timed: f32, contiguous, causal.
+pub fn timed(name: &str, heads: Heads, lengths: Vec<(u32, u32)>) -> CaseSpec {
+    CaseSpec::new(name, heads, lengths).causal(true).contiguous(Pool::new(16)).seed(7)
+}
+
+/// For each kernel a small case that makes it run, as `(first part of the kernel's name, case)`.
+pub fn self_tests() -> [(&'static str, CaseSpec); 4] {
+    let (small, usual, wide) = (Heads::new(4, 2, 40).with_v(24), Heads::new(6, 2, 64), Heads::new(8, 2, 128));
+    let spec = |name: &str, heads, lengths: &[(u32, u32)]| {
+        CaseSpec::new(format!("self-test/{name}"), heads, lengths.iter().copied()).causal(true)
+    };
+    [
+        // Contiguous keys of two sequences, scattered over a pool of small pages.
+        ("append", spec("append", small, &[(1, 37), (1, 5)]).dtypes(Dtype::F32, Dtype::F16).contiguous(Pool::new(4))),
+        // A prompt on top of a cached prefix, and a short one.
+        ("prefill", spec("prefill", usual, &[(40, 59), (17, 17)]).dtype(Dtype::F16).paged(Pool::new(4))),
+        // Single tokens of sequences that need no merge.
+        ("decode", spec("decode", wide, &[(1, 200), (1, 3), (1, 255)]).dtype(Dtype::Bf16).paged(Pool::new(8))),
+        // One whose keys are split, beside one whose are not.
+        ("merge", spec("merge", usual, &[(1, 700), (2, 90)]).dtype(Dtype::F32).paged(Pool::new(16))),
+    ]
+}

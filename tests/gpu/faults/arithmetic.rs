@@ -1,0 +1,104 @@
+//! Faults of range and of masks.
+
+use super::*;
+
+/// f16 accumulators that stop at 65,504, with no NaN to see: over thousands of keys of equal weight, or in high scores.
+#[test]
+fn fault_10_accumulators_of_too_little_range() {
+    let Some(gpu) = gpu() else { return };
+    // Values near 100, and weights near 1: 700 keys and more leave the range, a decode's splits do so only together.
+    let flat = |lengths| CaseSpec::new("faults/10", HEADS, [lengths]).values(Values::Offset).scale(1e-3);
+    let sum = "return Chunk(fma(vec4<f32>(factor), a.lo, b.lo), fma(vec4<f32>(factor), a.hi, b.hi));";
+    let limits = "let limit = vec4<f32>(65504.0);";
+    let clamped = format!(
+        "{limits} return Chunk(clamp(fma(vec4<f32>(factor), a.lo, b.lo), -limit, limit), \
+         clamp(fma(vec4<f32>(factor), a.hi, b.hi), -limit, limit));"
+    );
+    for (kernel, spec) in [(KernelId::Prefill, flat((40, 1_000))), (KernelId::Merge, flat((1, 1_000)))] {
+        let edits = [edit_text(kernel, sum.into(), clamped.clone())];
+        noticed(gpu, &format!("10 accumulators, {}", kernel.entry_point()), &spec, &edits);
+    }
+    // Within a split it takes larger values.
+    let spec = flat((1, 200)).scale(1e-9).values(Values::EqualScores { level: 0.0 });
+    let case = build(&spec).unwrap();
+    let KvSource::Paged { k_pages, v_pages, page_indptr, page_ids, kv_len } = case.kv() else { panic!("not paged") };
+    let loud: Vec<f32> = v_pages.to_f32().iter().map(|v| v * 1_000.0 + 3_000.0).collect();
+    let kv = KvSource::Paged {
+        k_pages: k_pages.clone(),
+        v_pages: paged_attention::Tensor::from_f32(Dtype::F32, v_pages.shape(), &loud).unwrap(),
+        page_indptr: page_indptr.clone(),
+        page_ids: page_ids.clone(),
+        kv_len: kv_len.clone(),
+    };
+    let case = Case::new(*case.geometry(), *case.options(), case.q().clone(), case.q_indptr().to_vec(), kv).unwrap();
+    noticed_case(
+        gpu,
+        "10 accumulators, decode",
+        &spec,
+        &case,
+        |config| {
+            let mut edits = vec![edit_text(KernelId::Decode, sum.into(), clamped.clone())];
+            // Streams of keys are added up afterwards.
+            if !matches!(config.variants.decode, DecodeVariant::Streams { .. }) {
+                let joined = "return Chunk(clamp(total.lo, -limit, limit), clamp(total.hi, -limit, limit));";
+                edits.push(edit_text(KernelId::Decode, "return total;".into(), format!("{limits} {joined}")));
+            }
+            edits
+        },
+        judged,
+    );
+    // The weights' sum, of more keys than 65,504.
+    let spec = CaseSpec::new("faults/10-sum", Heads::new(1, 1, 8), [(1, 70_000)]).scale(1e-3);
+    let edits = [edit(
+        KernelId::Merge,
+        "fma(state.l, kept, part.l * added)",
+        "min(65504.0, fma(state.l, kept, part.l * added))",
+    )];
+    noticed(gpu, "10 sum, merge", &spec.clone().dtype(Dtype::F16), &edits);
+    // Scores: keys alike, so that only the row's sum tells, and keys unlike, of which the highest then share the weight.
+    let dot = "return fma(a.hi.w, b.hi.w, s);";
+    for (spec, values) in both("10").into_iter().flat_map(|spec| {
+        [Values::EqualScores { level: 1e5 }, Values::Spread { score: 1e5 }].map(|values| (spec.clone(), values))
+    }) {
+        let kernels = [KernelId::Prefill, KernelId::Decode];
+        let edits = kernels.map(|kernel| edit(kernel, dot, "return clamp(fma(a.hi.w, b.hi.w, s), -65504.0, 65504.0);"));
+        noticed(gpu, "10 scores", &spec.values(values), &edits);
+    }
+}
+
+#[test]
+fn fault_19_masks_applied_twice_or_to_other_rows() {
+    let Some(gpu) = gpu() else { return };
+    // More keys than rows and a group of two: rows, tokens and keys all count differently.
+    let shapes = [(40, 75), (3, 20)];
+    let visible = "return select(seq.kv_len, min(causal_end, seq.kv_len), params.causal != 0u);";
+    for lengths in shapes {
+        let spec = CaseSpec::new("faults/19", HEADS, [lengths]).causal(true).paged(Pool::new(4));
+        let kernels = [KernelId::Prefill, KernelId::Decode];
+        for (what, to) in [
+            // Aligned to the first key on top of the last.
+            ("twice", "return select(seq.kv_len, min(min(causal_end, token + 1u), seq.kv_len), params.causal != 0u);"),
+            (
+                "twice, shifted",
+                "return select(seq.kv_len, max(min(causal_end, seq.kv_len), 1u) - 1u, params.causal != 0u);",
+            ),
+            ("square", "return select(seq.kv_len, min(token + 1u, seq.kv_len), params.causal != 0u);"),
+            ("none", "return seq.kv_len;"),
+        ] {
+            noticed(gpu, &format!("19 {what}"), &spec, &kernels.map(|kernel| edit(kernel, visible, to)));
+        }
+        // The group's heads taken for tokens.
+        noticed_by_variant(gpu, "19 rows for tokens", &spec, |config| {
+            let decode = "visible_keys(seq, (item.first_row + row) / GROUP)";
+            let mut edits = vec![edit(KernelId::Decode, decode, "visible_keys(seq, item.first_row + row)")];
+            edits.extend((0..config.tiles().prefill.rows_per_lane).map(|r| {
+                let (from, to) = (format!("visible_keys(seq, row_{r} / GROUP)"), format!("visible_keys(seq, row_{r})"));
+                edit_text(KernelId::Prefill, from, to)
+            }));
+            edits
+        });
+        // A mask that nobody asked for.
+        let to = "return min(causal_end, seq.kv_len);";
+        noticed(gpu, "19 unasked", &spec.causal(false), &kernels.map(|kernel| edit(kernel, visible, to)));
+    }
+}
