@@ -6,7 +6,7 @@ use rand_distr::{Distribution, StandardNormal};
 
 use crate::error::BenchError;
 
-/// The named shapes: P1 to P3 prefill, causal; D1 to D3 decode.
+/// The case table's shapes to be timed ([`paged_attention_cases::speed`]): P1 to P3 prefill, causal; D1 to D3 decode.
 pub const NAMES: [&str; 6] = ["P1", "P2", "P3", "D1", "D2", "D3"];
 
 /// The f32 kernels stay well below this on normally distributed tensors, whose outputs are of order 1.
@@ -108,17 +108,13 @@ impl Problem {
     /// # Errors
     /// [`BenchError::Shape`] for another name.
     pub fn named(name: &str, dtype: Dtype) -> Result<Self, BenchError> {
-        let square = |heads, dim, n| Self::new(name, heads, (dim, dim), true, &[(n, n)], dtype);
-        let decode = |heads, dim, seqs, n| Self::new(name, heads, (dim, dim), true, &vec![(1, n); seqs], dtype);
-        match name {
-            "P1" => square((8, 8), 64, 1024),
-            "P2" => square((9, 3), 64, 512),
-            "P3" => square((8, 2), 128, 1024),
-            "D1" => decode((32, 8), 128, 1, 4096),
-            "D2" => decode((9, 3), 64, 8, 1024),
-            "D3" => decode((8, 8), 128, 1, 16384),
-            _ => Err(BenchError::Shape { name: name.to_owned(), why: format!("the shapes are {}", NAMES.join(", ")) }),
-        }
+        let Some(spec) = paged_attention_cases::speed().into_iter().find(|spec| spec.name == name) else {
+            let why = format!("the shapes are {}", NAMES.join(", "));
+            return Err(BenchError::Shape { name: name.to_owned(), why });
+        };
+        let lengths: Vec<(u32, u32)> = spec.seqs.iter().map(|seq| (seq.q_len, seq.kv_len)).collect();
+        let heads = spec.heads;
+        Self::new(name, (heads.q_heads, heads.kv_heads), (heads.head_dim, heads.v_head_dim), true, &lengths, dtype)
     }
 
     /// Whether every sequence has one query row: the limit is then reading, not arithmetic.

@@ -13,7 +13,7 @@ use paged_attention_bench_kit::{BenchError, Gpu, Options, Problem, Session};
 
 pub use args::BenchArgs;
 
-use crate::attend::{complain, print};
+use crate::attend::{complain, print, printed};
 use crate::device::guard;
 use crate::report as exit;
 use report::Report;
@@ -21,10 +21,7 @@ use report::Report;
 /// Runs the subcommand and returns the exit status.
 pub fn run(args: &BenchArgs) -> u8 {
     match measured(args) {
-        Ok(report) => {
-            print(args.json, &report, || report.text());
-            exit::PASSED
-        }
+        Ok(report) => printed(print(args.json, &report, || report.text()), exit::PASSED),
         Err((status, message)) => {
             complain(&message);
             status
