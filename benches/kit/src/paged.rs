@@ -38,7 +38,7 @@ pub struct Paged {
     pub out: wgpu::Buffer,
     /// The kernels that it dispatches, as `prefill-broadcast8-r4k2` or `decode-streams8+merge`.
     pub kernel: String,
-    /// Milliseconds from nothing to kernels that ran once; 0 where another shape had them made.
+    /// Milliseconds that the kernels took to compile and run once, whichever shape had them made.
     pub compile_ms: f64,
     /// Variants that the rule prefers, and why they were not taken.
     pub stepped_down: Vec<String>,

@@ -61,7 +61,7 @@ pub struct Measured {
     pub problem: Problem,
     /// The kernels that ran.
     pub kernel: String,
-    /// Milliseconds to compile them; 0 where an earlier shape had them made.
+    /// Milliseconds that they took to compile, whichever shape had them made.
     pub compile_ms: f64,
     /// Variants that the rule prefers, and why they were not taken.
     pub stepped_down: Vec<String>,

@@ -69,7 +69,7 @@ pub struct ShapeFigures {
     max_abs_error: f64,
     rows_checked: usize,
     rows: usize,
-    /// Milliseconds of compiling; 0 where an earlier shape had the kernels made.
+    /// Milliseconds of compiling, whichever shape had the kernels made.
     compile_ms: f64,
     stepped_down: Vec<String>,
     /// Seconds per round, for whoever wants other statistics.
