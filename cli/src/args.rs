@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
+use crate::bench::BenchArgs;
 use crate::settings;
 
 /// Exact attention over a paged KV cache, on any GPU.
@@ -30,6 +31,8 @@ pub enum Command {
     Attend(AttendArgs),
     /// List the adapters, say which one is chosen and why, and test the kernels on them
     Doctor(DoctorArgs),
+    /// Measure the kernels against the adapter's own limits and an unfused baseline
+    Bench(BenchArgs),
 }
 
 const ATTEND_ABOUT: &str = "\

@@ -72,7 +72,7 @@ fn config(runner: &Runner, case: &Case, options: &RunOptions) -> KernelConfig {
 
 /// A panic, in a driver's bindings or in our own code, counts as a failure of the device: exit status 3, and the
 /// other cases still run. The panic's own message is on standard error by then.
-fn guard<T>(work: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
+pub fn guard<T>(work: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
     catch_unwind(AssertUnwindSafe(work))
         .unwrap_or_else(|_| Err("the run was broken off by a panic, which is a bug; please report it".to_owned()))
 }

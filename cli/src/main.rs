@@ -3,6 +3,7 @@
 
 mod args;
 mod attend;
+mod bench;
 mod case_file;
 mod device;
 mod doctor;
@@ -27,5 +28,6 @@ fn main() -> ExitCode {
     ExitCode::from(match &cli.command {
         args::Command::Attend(args) => attend::run(args),
         args::Command::Doctor(args) => doctor::run(args),
+        args::Command::Bench(args) => bench::run(args),
     })
 }

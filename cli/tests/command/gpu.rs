@@ -11,7 +11,7 @@ use crate::support::in_shell;
 use crate::support::{File, Run, folder_with, names_in, with_adapter};
 
 /// Whether the test is to be left out, which is said aloud.
-fn skipped() -> bool {
+pub fn skipped() -> bool {
     let skip = std::env::var_os("PAGED_ATTENTION_SKIP_GPU").is_some_and(|value| value == "1");
     if skip {
         println!("SKIPPED: PAGED_ATTENTION_SKIP_GPU=1 is set");
@@ -19,7 +19,7 @@ fn skipped() -> bool {
     skip
 }
 
-fn run(folder: &Path, args: &[&str]) -> Run {
+pub fn run(folder: &Path, args: &[&str]) -> Run {
     let run = with_adapter(folder, args);
     assert_ne!(
         run.code,

@@ -8,6 +8,7 @@
 )]
 
 mod accepted;
+mod bench;
 mod gpu;
 mod places;
 mod refused_files;

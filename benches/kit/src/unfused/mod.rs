@@ -1,9 +1,11 @@
 //! The baseline: attention as three kernels that write scores and weights to memory, on contiguous f32 tensors.
 
+use crate::error::BenchError;
 use crate::gpu::{Gpu, dispatch};
 use crate::problem::Problem;
 
 /// Buffers, pipelines and bind groups of one problem.
+#[derive(Debug)]
 pub struct Unfused {
     steps: Vec<Step>,
     /// `[total_q, q_heads, v_head_dim]`.
@@ -12,6 +14,7 @@ pub struct Unfused {
     pub score_bytes: u64,
 }
 
+#[derive(Debug)]
 struct Step {
     pipeline: wgpu::ComputePipeline,
     bind_group: wgpu::BindGroup,
@@ -21,26 +24,37 @@ struct Step {
 impl Unfused {
     /// Uploads the tensors and makes the pipelines.
     ///
-    /// Single-token batches get kernels of their own, which read K and V once per KV head.
-    pub fn new(gpu: &Gpu, problem: &Problem) -> Self {
+    /// Single-token batches get kernels of their own, which read K and V once per KV head. A problem in 16 bits is
+    /// computed from the same values in f32.
+    ///
+    /// # Errors
+    /// [`BenchError::Shape`] where the scores do not fit into a binding or a grid: what fused kernels do not need.
+    pub fn new(gpu: &Gpu, problem: &Problem) -> Result<Self, BenchError> {
         let Problem { q_heads, kv_heads, head_dim, v_head_dim, causal, .. } = *problem;
-        assert!(q_heads.is_multiple_of(kv_heads), "{q_heads} query heads over {kv_heads} KV heads");
-        assert!(head_dim.is_multiple_of(4) && v_head_dim.is_multiple_of(4), "dimensions are read as vec4");
+        let refuse = |why: String| Err(BenchError::Shape { name: problem.name.clone(), why });
 
         let mut table: Vec<u32> = Vec::new();
         let (mut q_start, mut kv_start, mut score_count) = (0, 0, 0u64);
         for (q_len, kv_len) in problem.lengths.iter().copied() {
             // A sequence without keys still has a row to point at.
             let stride = kv_len.max(1).next_multiple_of(4);
-            let start = u32::try_from(score_count).expect("scores are addressed with 32 bits");
+            let Ok(start) = u32::try_from(score_count) else {
+                return refuse("there are more scores than 32 bits count".to_owned());
+            };
             table.extend([q_start, q_len, kv_start, kv_len, start, stride]);
             q_start += q_len;
             kv_start += kv_len;
             score_count += u64::from(q_heads) * u64::from(q_len) * u64::from(stride);
         }
         let score_bytes = 4 * score_count;
-        let binding_bytes = gpu.device.limits().max_storage_buffer_binding_size;
-        assert!(score_bytes <= binding_bytes, "{score_bytes} bytes of scores; a binding holds {binding_bytes}");
+        let binding_bytes = gpu.binding_bytes_max();
+        let tensor_bytes =
+            4 * [&problem.q, &problem.k, &problem.v].map(|tensor| tensor.len() as u64).into_iter().max().unwrap_or(0);
+        if score_bytes.max(tensor_bytes) > binding_bytes {
+            return refuse(format!(
+                "{score_bytes} bytes of scores, {tensor_bytes} of a tensor; a binding holds {binding_bytes}"
+            ));
+        }
 
         let q = gpu.upload("q", &problem.q);
         let k = gpu.upload("k", &problem.k);
@@ -67,7 +81,11 @@ impl Unfused {
         let columns = v_head_dim.div_ceil(64);
         let heads = seq_count * q_heads;
         let kv_pairs = seq_count * kv_heads;
-        let decode = problem.lengths.iter().all(|(q_len, _)| *q_len == 1);
+        let axis_max = gpu.device().limits().max_compute_workgroups_per_dimension;
+        if [kv_len_max.div_ceil(64), q_len_max, heads].iter().any(|groups| *groups > axis_max) {
+            return refuse(format!("more than {axis_max} workgroups on an axis"));
+        }
+        let decode = problem.decodes();
         let (first, third) = if decode {
             (
                 step(
@@ -100,7 +118,7 @@ impl Unfused {
             )
         };
         let second = step("softmax", include_str!("softmax.wgsl"), &[&scores, &seqs], [q_len_max, 1, heads]);
-        Self { steps: vec![first, second, third], out, score_bytes }
+        Ok(Self { steps: vec![first, second, third], out, score_bytes })
     }
 
     /// Records the three dispatches.
@@ -112,7 +130,8 @@ impl Unfused {
 
     /// Records one of the three dispatches.
     pub fn encode_step(&self, encoder: &mut wgpu::CommandEncoder, step: usize) {
-        let Step { pipeline, bind_group, grid } = &self.steps[step];
-        dispatch(encoder, pipeline, bind_group, *grid);
+        if let Some(Step { pipeline, bind_group, grid }) = self.steps.get(step) {
+            dispatch(encoder, pipeline, bind_group, *grid);
+        }
     }
 }

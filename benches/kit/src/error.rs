@@ -1,0 +1,44 @@
+//! Why there are no figures.
+
+use paged_attention::RunError;
+use paged_attention::adapter::AdapterError;
+use thiserror::Error;
+
+/// A bench that did not come to its end.
+#[derive(Debug, Error)]
+pub enum BenchError {
+    /// There is no adapter to use.
+    #[error(transparent)]
+    Adapter(#[from] AdapterError),
+    /// The crate refused or failed.
+    #[error("{name}: {error}")]
+    Run {
+        /// The shape, or what was being prepared.
+        name: String,
+        /// Its error.
+        error: RunError,
+    },
+    /// The device failed.
+    #[error("the device failed: {0}")]
+    Device(String),
+    /// A shape that cannot be measured.
+    #[error("{name}: {why}")]
+    Shape {
+        /// The shape.
+        name: String,
+        /// What is wrong with it.
+        why: String,
+    },
+    /// A result that is wrong: its time is worth nothing.
+    #[error("{name}: the result of `{contender}` is off by {error:.2e}; {allowed:.0e} is allowed")]
+    Wrong {
+        /// The shape.
+        name: String,
+        /// Who computed it.
+        contender: &'static str,
+        /// Largest distance from float64.
+        error: f64,
+        /// What is allowed.
+        allowed: f64,
+    },
+}

@@ -1,0 +1,19 @@
+//! What the benches and `paged-attention bench` share: shapes, contenders, the adapter's own limits, paired rounds.
+//!
+//! A figure from a machine with neighbours is worth little by itself. A [`Session`] therefore times everything once
+//! per round, limits and baseline included, and ratios are medians of the ratios inside single rounds.
+
+mod error;
+mod gpu;
+pub mod limits;
+mod paged;
+mod problem;
+mod session;
+mod unfused;
+
+pub use error::BenchError;
+pub use gpu::{Gpu, Record, best, dispatch, median};
+pub use paged::{Paged, Paging, Selection};
+pub use problem::{ERROR_MAX, NAMES, Problem, Reference, small_shapes};
+pub use session::{Limits, Measured, Options, Series, Session};
+pub use unfused::Unfused;

@@ -1,0 +1,89 @@
+//! `bench`: what it refuses without an adapter, and what it reports with one.
+
+use crate::gpu::{run, skipped};
+use crate::support::{names_in, without_adapter};
+
+#[test]
+fn refusals_touch_no_adapter() {
+    let folder = tempfile::tempdir().unwrap();
+    for (args, says) in [
+        (vec!["--shape", "P9"], "P1, P2"),
+        (vec!["--shape", "q=1,kv=8,heads=4/2"], "dim"),
+        (vec!["--shape", "q=1,kv=8,heads=4/2,dim=12"], "multiple of 8"),
+        (vec!["--dtype", "bf16"], "f16"),
+        (vec!["--plot", "."], "folder"),
+        (vec!["--plot", "none/there.svg"], "no folder none"),
+    ] {
+        let run = without_adapter(folder.path(), &[vec!["bench"], args.clone()].concat());
+        assert_eq!((run.code, run.stdout.as_str()), (Some(2), ""), "{args:?}: {run:?}");
+        assert!(run.stderr.contains(says), "{args:?}: {run:?}");
+    }
+    let run = without_adapter(folder.path(), &["bench", "--quick"]);
+    assert_eq!((run.code, run.stdout.as_str()), (Some(3), ""), "{run:?}");
+    assert!(names_in(folder.path()).is_empty());
+}
+
+#[test]
+fn fields_of_the_report() {
+    if skipped() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let (prefill, decode) = ("q=20,kv=24,heads=4/2,dim=16", "q=1,kv=300,heads=4/2,dim=16,seqs=2");
+    let args = ["bench", "--quick", "--json", "--shape", prefill, "--shape", decode, "--plot", "plot.svg"];
+    for dtype in ["f32", "f16"] {
+        let run = run(folder.path(), &[&args[..], &["--dtype", dtype]].concat());
+        assert_eq!(run.code, Some(0), "{run:?}");
+        let report = run.json();
+        for key in ["fma_gflops", "dispatch_us"] {
+            assert!(report["limits"][key].as_f64() > Some(0.0), "{key}: {report}");
+        }
+        let shapes = report["shapes"].as_array().unwrap();
+        let names: Vec<_> = shapes.iter().map(|shape| shape["name"].as_str().unwrap()).collect();
+        assert_eq!(names, [prefill, decode]);
+        for shape in shapes {
+            for key in [
+                "median_ms",
+                "best_ms",
+                "gflops",
+                "kv_gbps",
+                "read_gbps",
+                "share",
+                "paged_over_contiguous",
+                "unfused_over_this",
+            ] {
+                assert!(shape[key].as_f64() > Some(0.0), "{key}: {shape}");
+            }
+            assert_eq!(shape["dtype"], dtype);
+            assert!(shape["best_ms"].as_f64() <= shape["median_ms"].as_f64(), "{shape}");
+            assert!(shape["max_abs_error"].as_f64() < Some(1e-5), "{shape}");
+            // The share follows from what is reported beside it.
+            let number = |key: &str| shape[key].as_f64().unwrap();
+            let (work, limit) = match shape["limit"].as_str() {
+                Some("read") => (number("kv_bytes"), number("read_gbps")),
+                _ => (number("flop"), report["limits"]["fma_gflops"].as_f64().unwrap()),
+            };
+            let share = 1e-6 * work / number("best_ms") / limit;
+            assert!((share / number("share") - 1.0).abs() < 1e-9, "{share}: {shape}");
+        }
+        assert!(shapes[0]["kernel"].as_str().unwrap().starts_with("prefill-"), "{report}");
+        let kernel = shapes[1]["kernel"].as_str().unwrap();
+        assert!(kernel.starts_with("decode-") && kernel.ends_with("+merge"), "{kernel}");
+        let svg = std::fs::read_to_string(folder.path().join("plot.svg")).unwrap();
+        assert!(svg.starts_with("<svg") && svg.contains(decode), "{svg}");
+    }
+}
+
+#[test]
+fn base_variants_and_the_table() {
+    if skipped() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let shape = "q=20,kv=24,heads=4/2,dim=16";
+    let run = run(folder.path(), &["bench", "--quick", "--variants", "base", "--shape", shape]);
+    assert_eq!(run.code, Some(0), "{run:?}");
+    for says in ["prefill-uniform", "not to be quoted", "multiply-adds", "float64", shape] {
+        assert!(run.stdout.contains(says), "{says}: {run:?}");
+    }
+}
