@@ -28,6 +28,29 @@ install_packages() {
     rm -f "$log"
 }
 
+# unpack_package PACKAGE FOLDER FILE...: some files of a Debian package, without installing it.
+unpack_package() {
+    local package=$1 folder=$2 work as_root=()
+    shift 2
+    [ "$(id -u)" -eq 0 ] || as_root=(sudo)
+    work=$(mktemp -d)
+    # Root's apt downloads as a user of its own.
+    chmod 777 "$work"
+    if ! (
+        cd "$work"
+        apt-get download -qq "$package" 2>log ||
+            { "${as_root[@]}" apt-get update >>log 2>&1 && apt-get download -qq "$package" 2>>log; }
+    ); then
+        cat "$work/log" >&2
+        rm -rf "$work"
+        echo "could not download $package" >&2
+        return 1
+    fi
+    mkdir -p "$folder"
+    dpkg-deb --fsys-tarfile "$work/$package"_*.deb | tar -x -C "$folder" "$@"
+    rm -rf "$work"
+}
+
 # stage NAME COMMAND...: runs the command and prints the seconds it took, also when it fails.
 stage() {
     local name=$1 start=$SECONDS status=0

@@ -1,7 +1,7 @@
 //! What can be said of every kernel variant without a device: naga accepts and translates it for every backend, and
 //! what it declares is what the host counts on.
 //!
-//! `KERNEL_DIR=<folder>` keeps each variant's WGSL and SPIR-V there, for other tools (`ci/lanes`).
+//! `KERNEL_DIR=<folder>` keeps each variant's WGSL, SPIR-V and HLSL there, for other tools (`ci/lanes`).
 //! `SPIRV_VAL=required` makes a missing `spirv-val` an error; otherwise that check is left out where there is none.
 
 // The short forms are allowed in test functions only; here the helpers belong to them.
@@ -128,19 +128,24 @@ fn msl(module: &naga::Module, info: &ModuleInfo) -> Result<(), String> {
     }
 }
 
-fn hlsl(module: &naga::Module, info: &ModuleInfo, models: &[back::hlsl::ShaderModel]) -> Result<(), String> {
-    for shader_model in models.iter().copied() {
-        let options = back::hlsl::Options { shader_model, ..back::hlsl::Options::default() };
-        let pipeline = back::hlsl::PipelineOptions { entry_point: None };
-        let mut text = String::new();
-        let reflection = back::hlsl::Writer::new(&mut text, &options, &pipeline)
-            .write(module, info, None)
-            .map_err(|error| format!("HLSL {shader_model:?}: {error}"))?;
-        if let Some(error) = reflection.entry_point_names.into_iter().find_map(Result::err) {
-            return Err(format!("HLSL {shader_model:?}: {error}"));
-        }
+/// HLSL as wgpu's DX12 backend asks for it. The first line says what DXC is to compile: `// cs_6_0 entry_point`.
+fn hlsl(module: &naga::Module, info: &ModuleInfo, shader_model: back::hlsl::ShaderModel) -> Result<String, String> {
+    let options = back::hlsl::Options {
+        shader_model,
+        // The number of workgroups is no builtin of HLSL; wgpu binds it.
+        special_constants_binding: Some(back::hlsl::BindTarget { space: 1, ..back::hlsl::BindTarget::default() }),
+        ..back::hlsl::Options::default()
+    };
+    let pipeline = back::hlsl::PipelineOptions { entry_point: None };
+    let mut text = String::new();
+    let reflection = back::hlsl::Writer::new(&mut text, &options, &pipeline)
+        .write(module, info, None)
+        .map_err(|error| format!("HLSL {shader_model:?}: {error}"))?;
+    match reflection.entry_point_names.as_slice() {
+        [Ok(entry_point)] => Ok(format!("// cs_{} {entry_point}\n{text}", shader_model.to_str())),
+        [Err(error)] => Err(format!("HLSL {shader_model:?}: {error}")),
+        names => Err(format!("HLSL {shader_model:?}: {} entry points", names.len())),
     }
-    Ok(())
 }
 
 fn glsl(module: &naga::Module, info: &ModuleInfo, entry_point: &str) -> Result<(), String> {
@@ -209,11 +214,14 @@ fn every_variant_translates_for_every_backend() {
             spirv_val(&spirv_file)?;
         }
         msl(&module, &info)?;
+        let model = if subgroups { back::hlsl::ShaderModel::V6_2 } else { back::hlsl::ShaderModel::V6_0 };
+        fs::write(folder.join(format!("{}.hlsl", variant.name)), hlsl(&module, &info, model)?)
+            .map_err(|error| error.to_string())?;
         if subgroups {
             // Shader model 5.1 has no wave operations, and naga writes them for no GLSL that wgpu uses.
-            return hlsl(&module, &info, &[back::hlsl::ShaderModel::V6_0]);
+            return Ok(());
         }
-        hlsl(&module, &info, &[back::hlsl::ShaderModel::V5_1, back::hlsl::ShaderModel::V6_0])?;
+        hlsl(&module, &info, back::hlsl::ShaderModel::V5_1)?;
         glsl(&module, &info, variant.kernel.entry_point())
     });
 }

@@ -97,7 +97,7 @@ impl Gpu {
     /// the adapter is; or the one choice that `PAGED_ATTENTION_VARIANTS` asks for.
     pub fn every_variant(&self, geometry: &HeadGeometry) -> Vec<Variants> {
         let facts = self.facts();
-        let first = |cpu| whole_subgroups(Variants::candidates(&AdapterFacts { cpu, ..facts }, geometry)[0]);
+        let first = |cpu| Variants::candidates(&AdapterFacts { cpu, ..facts }, geometry)[0];
         match std::env::var("PAGED_ATTENTION_VARIANTS").as_deref() {
             Ok("base") => vec![Variants::base(&facts, geometry)],
             Ok("gpu") => vec![first(false)],
@@ -134,12 +134,6 @@ impl Gpu {
     pub fn limited_runner(&self, limits: wgpu::Limits) -> Runner {
         Runner::with_limits(&self.adapter, limits).unwrap()
     }
-}
-
-/// The same with lanes that make whole subgroups: a CPU's rule has 16 or 32, whatever the subgroup size.
-pub fn whole_subgroups(mut variants: Variants) -> Variants {
-    variants.prefill.lanes = variants.prefill.lanes.next_multiple_of(variants.prefill.subgroup.max(1));
-    variants
 }
 
 /// How a description asks to be run.
