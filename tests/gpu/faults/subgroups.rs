@@ -4,7 +4,6 @@ use paged_attention::SelfTestError;
 use paged_attention::kernels::SUBGROUP_SIZES;
 
 use super::*;
-use crate::common::whole_subgroups;
 
 /// As many chunks in a row as the subgroup has lanes: a step of two keys asks more lanes than exist.
 fn wide(subgroup: u32) -> Heads {
@@ -27,7 +26,7 @@ fn both_lengths(heads: Heads) -> [CaseSpec; 2] {
 /// Variants for subgroups of `size`, as a CPU and as a GPU gets them.
 fn built_for(size: u32, heads: Heads) -> [Variants; 2] {
     [AdapterFacts::PLAIN_CPU, AdapterFacts::PLAIN_GPU]
-        .map(|facts| whole_subgroups(Variants::candidates(&facts.with_subgroups(size), &heads.geometry().unwrap())[0]))
+        .map(|facts| Variants::candidates(&facts.with_subgroups(size), &heads.geometry().unwrap())[0])
 }
 
 #[test]
