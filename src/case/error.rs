@@ -1,0 +1,148 @@
+//! What can be wrong with a case.
+
+use thiserror::Error;
+
+use crate::batch::BatchError;
+use crate::geometry::GeometryError;
+
+/// A case whose parts do not fit together.
+#[derive(Clone, Debug, PartialEq, Error)]
+#[non_exhaustive]
+pub enum CaseError {
+    /// A dimension or the scale is unusable.
+    #[error(transparent)]
+    Geometry(#[from] GeometryError),
+    /// A tensor's shape is not the one that the others ask for.
+    #[error("`{tensor}` has shape {found:?}; {needed} is needed")]
+    Shape {
+        /// Name of the tensor.
+        tensor: &'static str,
+        /// Its shape.
+        found: Vec<usize>,
+        /// What is needed, in words and numbers.
+        needed: String,
+    },
+    /// Keys and values are stored in different types.
+    #[error("`{tensor}` is {found}; keys and values must have the same type, and the keys are {needed}")]
+    KvDtype {
+        /// Name of the value tensor.
+        tensor: &'static str,
+        /// Its type.
+        found: crate::Dtype,
+        /// The keys' type.
+        needed: crate::Dtype,
+    },
+    /// An index tensor (`q_indptr`, `kv_indptr`, `page_indptr`, `page_ids`, `kv_len`) is unusable.
+    #[error(transparent)]
+    Batch(#[from] BatchError),
+    /// An owned element is NaN or infinite.
+    #[error("`{tensor}` holds {value} at {index:?}; owned values must be finite")]
+    NotFinite {
+        /// Name of the tensor.
+        tensor: &'static str,
+        /// The offending index, one entry per dimension.
+        index: Vec<usize>,
+        /// The value found.
+        value: f32,
+    },
+    /// More work or memory than a check can take: [`CASE_SCORES_MAX`], [`CASE_BYTES_MAX`], [`SEQUENCE_BYTES_MAX`].
+    #[error("{}the case has {found} {what}; at most {limit} are supported", match seq {
+        Some(seq) => format!("sequence {seq} of "),
+        None => String::new(),
+    })]
+    TooLarge {
+        /// What is counted.
+        what: &'static str,
+        /// The sequence, where the limit is one for each.
+        seq: Option<usize>,
+        /// How much there is.
+        found: u128,
+        /// The largest number.
+        limit: u64,
+    },
+    /// A sum of weighted values may leave the range of f32: weights are at most 1 and normalised at the end.
+    #[error(
+        "sequence {seq}, KV head {kv_head}: {kv_len} keys with values of up to {found:.4e} may sum to {sum:.4e}; at most \
+         {limit:.4e} is supported"
+    )]
+    ValueRange {
+        /// The sequence.
+        seq: usize,
+        /// The KV head.
+        kv_head: usize,
+        /// Keys of the sequence.
+        kv_len: u32,
+        /// The largest magnitude among the values.
+        found: f64,
+        /// That times the number of keys.
+        sum: f64,
+        /// The largest supported sum.
+        limit: f64,
+    },
+    /// Values too large for the output type.
+    #[error("`{tensor}` holds {found:.4e}, and so may the output; {dtype} reaches {limit}")]
+    OutRange {
+        /// Name of the value tensor.
+        tensor: &'static str,
+        /// The largest magnitude among the owned values.
+        found: f64,
+        /// The output type.
+        dtype: crate::Dtype,
+        /// The largest number of that type.
+        limit: f64,
+    },
+    /// A score may leave the range in which the kernels are exact.
+    #[error(
+        "query row {row}, head {head}: |scale| * sum |q_i k_i| for key {key} of its sequence reaches {found:.4e}; \
+         at most {limit:.4e} is supported"
+    )]
+    ScoreRange {
+        /// Packed query row.
+        row: usize,
+        /// Query head.
+        head: usize,
+        /// Key position in the row's sequence.
+        key: usize,
+        /// The magnitude found.
+        found: f64,
+        /// The largest supported magnitude: [`SCORE_LOG2_MAX`] in natural units, less room for rounding.
+        limit: f64,
+    },
+    /// A dot product may overflow before the scale makes it smaller.
+    #[error(
+        "query row {row}, head {head}: sum |q_i k_i| for key {key} of its sequence reaches {found:.4e}; \
+         at most {limit:.4e} is supported"
+    )]
+    DotRange {
+        /// Packed query row.
+        row: usize,
+        /// Query head.
+        head: usize,
+        /// Key position in the row's sequence.
+        key: usize,
+        /// The sum found.
+        found: f64,
+        /// The largest supported sum: `f32::MAX`, less room for rounding.
+        limit: f64,
+    },
+    /// A query may overflow where a kernel scales it before the dot product.
+    #[error("query row {row}, head {head}: |scale| * max |q_i| is {found:.4e}; at most {limit:.4e} is supported")]
+    ScaledQueryRange {
+        /// Packed query row.
+        row: usize,
+        /// Query head.
+        head: usize,
+        /// The magnitude found.
+        found: f64,
+        /// The largest supported magnitude.
+        limit: f64,
+    },
+    /// The scale is finite, but not as the f32 that the kernels multiply by.
+    #[error("scale is {found:.4e}; at most {limit:.4e} in magnitude is supported")]
+    ScaleRange {
+        /// The scale found.
+        found: f64,
+        /// The largest supported magnitude: `f32::MAX / log2(e)`, less room for rounding.
+        limit: f64,
+    },
+}

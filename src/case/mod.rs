@@ -1,0 +1,264 @@
+//! One attention problem on the host, validated: what the reference, the runner and the verifier share.
+
+mod error;
+mod validate;
+
+use std::ops::Range;
+
+pub use self::error::CaseError;
+use crate::geometry::{HeadGeometry, PageSize};
+use crate::tensor::Tensor;
+
+/// The largest `|score| * log2(e)` that a caller may produce, partial sums included.
+///
+/// The kernels keep scores in units of log2 and seed running maxima with `-2^126`, which no score in
+/// this range can reach; a difference of two scores stays finite too.
+pub const SCORE_LOG2_MAX: f64 = 8.507_059_173_023_462e37; // 2^126
+
+/// The most scores that a case may have: query rows times keys times query heads, summed over the sequences.
+///
+/// A case is made to be checked in float64, score by score. This many take days on any machine, while a file of a few
+/// kilobytes can ask for more: sequences may share pages.
+pub const CASE_SCORES_MAX: u64 = 1 << 40;
+
+/// The most bytes that the keys and values of all sequences with query rows may take, each sequence's own copy in f32.
+pub const CASE_BYTES_MAX: u64 = 1 << 36;
+
+/// The most bytes that a single sequence with query rows may take while it is checked: its keys and values in f32, and
+/// 96 bytes per key for the reference.
+pub const SEQUENCE_BYTES_MAX: u64 = 1 << 34;
+
+/// Bytes per key that the reference and its bound keep beside a row, at most.
+pub(crate) const SCRATCH_BYTES_PER_KEY: u64 = 96;
+
+/// What is computed, apart from the tensors.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct AttentionOptions {
+    /// The factor of `q . k`; usually [`HeadGeometry::default_scale`]. Finite.
+    pub scale: f64,
+    /// Whether query row `i` sees only keys `j <= kv_len - q_len + i` (bottom-right alignment).
+    pub causal: bool,
+}
+
+impl AttentionOptions {
+    /// Bidirectional attention with the customary scale.
+    pub fn new(geometry: &HeadGeometry) -> Self {
+        Self { scale: geometry.default_scale(), causal: false }
+    }
+
+    /// The same with `causal` set.
+    #[must_use]
+    pub fn with_causal(self, causal: bool) -> Self {
+        Self { causal, ..self }
+    }
+
+    /// The same with another scale.
+    #[must_use]
+    pub fn with_scale(self, scale: f64) -> Self {
+        Self { scale, ..self }
+    }
+
+    /// The keys that query row `row` of a sequence sees are `0 .. visible_keys(..)`.
+    ///
+    /// This is the host's statement of the masking rule; the reference has its own.
+    pub fn visible_keys(&self, q_len: u32, kv_len: u32, row: u32) -> u32 {
+        if self.causal {
+            (u64::from(kv_len) + u64::from(row) + 1).saturating_sub(u64::from(q_len)).min(u64::from(kv_len)) as u32
+        } else {
+            kv_len
+        }
+    }
+}
+
+/// Where a case's keys and values lie.
+#[derive(Clone, Debug, PartialEq)]
+pub enum KvSource {
+    /// All sequences packed one after the other.
+    Contiguous {
+        /// Keys `[total_kv, kv_heads, head_dim]`.
+        k: Tensor,
+        /// Values `[total_kv, kv_heads, v_head_dim]`.
+        v: Tensor,
+        /// `[seqs + 1]`: sequence `i` owns rows `kv_indptr[i] .. kv_indptr[i + 1]`.
+        kv_indptr: Vec<u32>,
+    },
+    /// A pool of pages and a page table in CSR form.
+    Paged {
+        /// Keys `[pages, page_size, kv_heads, head_dim]`.
+        k_pages: Tensor,
+        /// Values `[pages, page_size, kv_heads, v_head_dim]`.
+        v_pages: Tensor,
+        /// `[seqs + 1]`: sequence `i` owns entries `page_indptr[i] .. page_indptr[i + 1]` of `page_ids`.
+        page_indptr: Vec<u32>,
+        /// Pages of all sequences in order of position. Sequences may share pages.
+        page_ids: Vec<u32>,
+        /// `[seqs]`: tokens of each sequence.
+        kv_len: Vec<u32>,
+    },
+}
+
+/// One attention problem on the host.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Case {
+    geometry: HeadGeometry,
+    options: AttentionOptions,
+    q: Tensor,
+    q_indptr: Vec<u32>,
+    kv: KvSource,
+}
+
+impl Case {
+    /// Checks every shape, index and owned value.
+    ///
+    /// `q` is `[total_q, q_heads, head_dim]`; sequence `i` owns rows `q_indptr[i] .. q_indptr[i + 1]`.
+    /// Zero sequences, rows and keys are legal.
+    ///
+    /// # Errors
+    /// [`CaseError`], naming the tensor, what was found and what is needed.
+    pub fn new(
+        geometry: HeadGeometry,
+        options: AttentionOptions,
+        q: Tensor,
+        q_indptr: Vec<u32>,
+        kv: KvSource,
+    ) -> Result<Self, CaseError> {
+        let case = Self { geometry, options, q, q_indptr, kv };
+        case.validate()?;
+        Ok(case)
+    }
+
+    /// Heads and dimensions.
+    pub fn geometry(&self) -> &HeadGeometry {
+        &self.geometry
+    }
+
+    /// Scale and mask.
+    pub fn options(&self) -> &AttentionOptions {
+        &self.options
+    }
+
+    /// Queries `[total_q, q_heads, head_dim]`.
+    pub fn q(&self) -> &Tensor {
+        &self.q
+    }
+
+    /// `[seqs + 1]` first rows.
+    pub fn q_indptr(&self) -> &[u32] {
+        &self.q_indptr
+    }
+
+    /// Keys and values.
+    pub fn kv(&self) -> &KvSource {
+        &self.kv
+    }
+
+    /// Number of sequences.
+    pub fn seqs(&self) -> usize {
+        self.q_indptr.len().saturating_sub(1)
+    }
+
+    /// `(q_len, kv_len)` of each sequence.
+    pub fn lengths(&self) -> Vec<(u32, u32)> {
+        let q_len = self.q_indptr.windows(2).map(width);
+        match &self.kv {
+            KvSource::Contiguous { kv_indptr, .. } => q_len.zip(kv_indptr.windows(2).map(width)).collect(),
+            KvSource::Paged { kv_len, .. } => q_len.zip(kv_len.iter().copied()).collect(),
+        }
+    }
+
+    /// The page size, where the case is paged already.
+    pub fn page_size(&self) -> Option<PageSize> {
+        match &self.kv {
+            KvSource::Contiguous { .. } => None,
+            KvSource::Paged { k_pages, .. } => {
+                k_pages.shape().get(1).and_then(|n| PageSize::new(u32::try_from(*n).ok()?).ok())
+            }
+        }
+    }
+}
+
+fn width(ends: &[u32]) -> u32 {
+    match ends {
+        [start, end] => end.saturating_sub(*start),
+        _ => 0,
+    }
+}
+
+/// One sequence's keys and values, gathered from wherever they lie.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SequenceKv {
+    kv_len: usize,
+    head_dim: usize,
+    v_head_dim: usize,
+    k: Vec<f32>,
+    v: Vec<f32>,
+}
+
+impl SequenceKv {
+    /// Tokens of the sequence.
+    pub fn kv_len(&self) -> usize {
+        self.kv_len
+    }
+
+    /// Keys `[kv_len, head_dim]` of one KV head; empty for a head that does not exist.
+    pub fn k(&self, kv_head: usize) -> &[f32] {
+        head_rows(&self.k, kv_head, self.kv_len * self.head_dim)
+    }
+
+    /// Values `[kv_len, v_head_dim]` of one KV head; empty for a head that does not exist.
+    pub fn v(&self, kv_head: usize) -> &[f32] {
+        head_rows(&self.v, kv_head, self.kv_len * self.v_head_dim)
+    }
+}
+
+fn head_rows(rows: &[f32], head: usize, len: usize) -> &[f32] {
+    head.checked_mul(len).and_then(|start| rows.get(start..start + len)).unwrap_or(&[])
+}
+
+impl Case {
+    /// Keys and values of sequence `seq` as f32, one KV head after the other; only slots that the sequence owns.
+    /// `None` if there is no such sequence.
+    pub fn sequence_kv(&self, seq: usize) -> Option<SequenceKv> {
+        let (kv_len, runs) = self.owned_runs(seq)?;
+        let (k, v) = match &self.kv {
+            KvSource::Contiguous { k, v, .. } => (k, v),
+            KvSource::Paged { k_pages, v_pages, .. } => (k_pages, v_pages),
+        };
+        let kv_heads = self.geometry.kv_heads() as usize;
+        let gather = |tensor: &Tensor, dim: usize| {
+            let mut out = Vec::with_capacity(kv_len * kv_heads * dim);
+            if kv_len > 0 {
+                for head in 0..kv_heads {
+                    for row in runs.clone().flatten() {
+                        tensor.extend_f32((row * kv_heads + head) * dim, dim, &mut out)?;
+                    }
+                }
+            }
+            Some(out)
+        };
+        let (head_dim, v_head_dim) = (self.geometry.head_dim() as usize, self.geometry.v_head_dim() as usize);
+        Some(SequenceKv { kv_len, head_dim, v_head_dim, k: gather(k, head_dim)?, v: gather(v, v_head_dim)? })
+    }
+
+    /// How many tokens sequence `seq` has and where they lie: runs of rows of the contiguous tensors, or of
+    /// `page * page_size + slot`.
+    fn owned_runs(&self, seq: usize) -> Option<(usize, impl Iterator<Item = Range<usize>> + Clone)> {
+        let (packed, pages, page_size, kv_len) = match &self.kv {
+            KvSource::Contiguous { kv_indptr, .. } => {
+                let (start, end) = (*kv_indptr.get(seq)? as usize, *kv_indptr.get(seq + 1)? as usize);
+                (Some(start..end), &[][..], 1, end - start)
+            }
+            KvSource::Paged { page_indptr, page_ids, kv_len, .. } => {
+                let (start, end) = (*page_indptr.get(seq)? as usize, *page_indptr.get(seq + 1)? as usize);
+                let pages = page_ids.get(start..end)?;
+                (None, pages, self.page_size()?.get() as usize, *kv_len.get(seq)? as usize)
+            }
+        };
+        let paged = pages.iter().zip((0..kv_len).step_by(page_size)).map(move |(page, before)| {
+            let first = *page as usize * page_size;
+            first..first + page_size.min(kv_len - before)
+        });
+        Some((kv_len, packed.into_iter().chain(paged)))
+    }
+}
