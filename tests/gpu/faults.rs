@@ -188,21 +188,53 @@ fn fault_01_a_sentinel_that_real_scores_lie_below() {
     }
 }
 
-#[test]
-fn fault_02_a_true_infinity_as_running_maximum() {
-    let Some(gpu) = gpu() else { return };
+/// Running maxima that start from a true infinity, in kernels that do not mind what they subtract.
+fn from_minus_infinity(kernel: KernelId) -> [SourceEdit; 5] {
     // What a constant may not be, a uniform value can.
-    const MINUS_INFINITY: &str = "bitcast<f32>(0xff800000u + params.causal - params.causal)";
-    let kernel = KernelId::Prefill;
-    let edits = [
+    let minus_infinity = "bitcast<f32>(0xff800000u + params.causal - params.causal)";
+    [
         edit(kernel, "const EMPTY_ROW = RowState(NO_SCORE, 0.0);", ""),
         edit(kernel, "EMPTY_ROW", "RowState(NO_SCORE, 0.0)"),
         edit(kernel, "const NO_SCORE = -8.507059173023462e37;", ""),
-        edit(kernel, "NO_SCORE", MINUS_INFINITY),
+        edit(kernel, "NO_SCORE", minus_infinity),
         edit(kernel, "select(exp2(s - m), 1.0, s == m)", "exp2(s - m)"),
-    ];
+    ]
+}
+
+#[test]
+fn fault_02_a_true_infinity_as_running_maximum() {
+    let Some(gpu) = gpu() else { return };
+    let edits = from_minus_infinity(KernelId::Prefill);
     // The first rows see no key.
     noticed(gpu, "02", &CaseSpec::new("faults/02", HEADS, [(40, 30)]).causal(true), &edits);
+}
+
+/// The same fault where two empty states meet: a prompt whose keys are split, and whose first rows see none of them.
+/// Merges are partitions of the keys: any partition stays inside the bound, and empty with empty stays empty.
+#[test]
+fn fault_02_two_empty_states_are_merged() {
+    let Some(gpu) = gpu() else { return };
+    let spec = CaseSpec::new("faults/02-merge", HEADS, [(90, 70), (20, 130), (40, 0)]).causal(true).paged(Pool::new(4));
+    let case = build(&spec).unwrap();
+    let plain = base_options(&spec);
+    let split = |split_keys| {
+        let mut options = plain.clone();
+        options.variants.as_mut().unwrap().prefill.split_keys = split_keys;
+        options
+    };
+    for split_keys in [2, 4, 6, 16, 26, 64, 70, 128] {
+        let output = gpu.run(&case, &split(split_keys)).unwrap();
+        judge(&case, &output).unwrap_or_else(|why| panic!("splits of {split_keys}: {why}"));
+        assert!(output.kernels.iter().any(|used| used.kernel == "merge"), "splits of {split_keys}");
+    }
+    let kernel = KernelId::Merge;
+    let loaded = "return RowState(select(words.x, NO_SCORE, words.y == 0.0), words.y);";
+    let mut edits =
+        vec![edit(kernel, "if has_seen(part) {", "{"), edit(kernel, "return RowState(words.x, words.y);", loaded)];
+    edits.extend(from_minus_infinity(kernel));
+    let mutant = run_edited(&mut gpu.fresh_runner(), &case, &split(16), &edits).unwrap();
+    let why = judge(&case, &mutant).unwrap_err();
+    say(&format!("02, merge: noticed: {}", shortened(&why)));
 }
 
 #[test]
