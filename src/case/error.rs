@@ -45,7 +45,8 @@ pub enum CaseError {
         /// The value found.
         value: f32,
     },
-    /// More work or memory than a check can take: [`CASE_SCORES_MAX`], [`CASE_BYTES_MAX`], [`SEQUENCE_BYTES_MAX`].
+    /// More work or memory than a check can take: [`crate::CASE_SCORES_MAX`],
+    /// [`crate::CASE_BYTES_MAX`], [`crate::SEQUENCE_BYTES_MAX`].
     #[error("{}the case has {found} {what}; at most {limit} are supported", match seq {
         Some(seq) => format!("sequence {seq} of "),
         None => String::new(),
@@ -105,7 +106,7 @@ pub enum CaseError {
         key: usize,
         /// The magnitude found.
         found: f64,
-        /// The largest supported magnitude: [`SCORE_LOG2_MAX`] in natural units, less room for rounding.
+        /// The largest supported magnitude: [`crate::SCORE_LOG2_MAX`] in natural units, less room for rounding.
         limit: f64,
     },
     /// A dot product may overflow before the scale makes it smaller.
