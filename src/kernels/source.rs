@@ -8,18 +8,25 @@ use super::variant::{DecodeVariant, Variants};
 use super::{BuildError, KernelConfig};
 use crate::geometry::Dtype;
 
-const ADDRESS: &str = include_str!("../../shaders/lib/address.wgsl");
-const ATTENTION: &str = include_str!("../../shaders/lib/attention.wgsl");
-const ATTENTION_ROWS: &str = include_str!("../../shaders/lib/attention_rows.wgsl");
-const GRID: &str = include_str!("../../shaders/lib/grid.wgsl");
-const ROWS: &str = include_str!("../../shaders/lib/rows.wgsl");
-const SOFTMAX: &str = include_str!("../../shaders/lib/softmax.wgsl");
-const STATUS: &str = include_str!("../../shaders/lib/status.wgsl");
+/// What all kernels share.
+const COMMON: [&str; 3] = [
+    include_str!("../../shaders/lib/address.wgsl"),
+    include_str!("../../shaders/lib/grid.wgsl"),
+    include_str!("../../shaders/lib/status.wgsl"),
+];
+
+/// What the kernels of attention share besides.
+const ATTENTION: [&str; 4] = [
+    include_str!("../../shaders/lib/attention.wgsl"),
+    include_str!("../../shaders/lib/rows.wgsl"),
+    include_str!("../../shaders/lib/softmax.wgsl"),
+    include_str!("../../shaders/lib/attention_rows.wgsl"),
+];
 
 /// The kernels there are. Each is one shader file with one entry point of the same name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum KernelId {
-    /// Many query rows: tiles of keys in workgroup memory, a lane per row.
+    /// Many query rows: a lane owns whole rows, and keys pass by.
     Prefill,
     /// Few query rows: one split of the keys per workgroup.
     Decode,
@@ -43,40 +50,15 @@ impl KernelId {
         }
     }
 
-    fn files(self) -> &'static [&'static str] {
-        match self {
-            Self::Prefill => &[
-                ADDRESS,
-                GRID,
-                STATUS,
-                ATTENTION,
-                ROWS,
-                SOFTMAX,
-                ATTENTION_ROWS,
-                include_str!("../../shaders/prefill.wgsl"),
-            ],
-            Self::Decode => &[
-                ADDRESS,
-                GRID,
-                STATUS,
-                ATTENTION,
-                ROWS,
-                SOFTMAX,
-                ATTENTION_ROWS,
-                include_str!("../../shaders/decode.wgsl"),
-            ],
-            Self::Merge => &[
-                ADDRESS,
-                GRID,
-                STATUS,
-                ATTENTION,
-                ROWS,
-                SOFTMAX,
-                ATTENTION_ROWS,
-                include_str!("../../shaders/merge.wgsl"),
-            ],
-            Self::Append => &[ADDRESS, GRID, STATUS, include_str!("../../shaders/append.wgsl")],
-        }
+    /// The files that make up the kernel; their order does not matter to WGSL.
+    fn files(self) -> impl Iterator<Item = &'static str> {
+        let (shared, own): (&[&str], _) = match self {
+            Self::Prefill => (&ATTENTION, include_str!("../../shaders/prefill.wgsl")),
+            Self::Decode => (&ATTENTION, include_str!("../../shaders/decode.wgsl")),
+            Self::Merge => (&ATTENTION, include_str!("../../shaders/merge.wgsl")),
+            Self::Append => (&[], include_str!("../../shaders/append.wgsl")),
+        };
+        COMMON.iter().chain(shared).copied().chain([own])
     }
 
     /// Bytes of workgroup memory that the kernel declares.
