@@ -21,8 +21,7 @@ struct Sequence {
 
 #[expect(clippy::print_stdout, clippy::indexing_slicing, reason = "a program that shows what it did")]
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let instance = wgpu::Instance::new(wgpu::InstanceDescriptor::new_without_display_handle_from_env());
-    let adapter = pollster::block_on(adapter::find(&instance, None))?;
+    let adapter = pollster::block_on(adapter::discover(None))?;
     let info = adapter.get_info();
     // Nothing beyond the default limits is needed, and no feature.
     let (device, queue) = pollster::block_on(adapter.request_device(&wgpu::DeviceDescriptor::default()))?;

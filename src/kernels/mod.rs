@@ -50,12 +50,6 @@ impl KernelConfig {
     pub fn tiles(&self) -> Tiles {
         Tiles::new(&self.geometry, &self.variants)
     }
-
-    /// WebGPU's default limits: what the base kernels stay within. A device may be asked for less where a smaller
-    /// KV pool than one 128 MiB binding will do.
-    pub fn required_limits(&self) -> wgpu::Limits {
-        wgpu::Limits::default()
-    }
 }
 
 /// Kernels that cannot be built on a device.

@@ -3,7 +3,7 @@
 use std::fmt;
 
 use super::BuildError;
-use crate::geometry::{HeadGeometry, ROW_ALIGN, padded_dim};
+use crate::geometry::{HeadGeometry, padded_dim};
 
 /// Subgroup sizes that there are variants for.
 pub const SUBGROUP_SIZES: [u32; 5] = [4, 8, 16, 32, 64];
@@ -191,7 +191,7 @@ fn prefill(facts: &AdapterFacts, geometry: &HeadGeometry, subgroup: u32) -> Pref
             order: ItemOrder::Alternating,
         }
     } else {
-        let rows_per_lane = if row_words <= 12 * ROW_ALIGN { 2 } else { 1 };
+        let rows_per_lane = if row_words <= 96 { 2 } else { 1 };
         // Prefill has rows enough to fill a GPU, so its keys need no split.
         PrefillVariant {
             subgroup,

@@ -23,8 +23,7 @@ impl Gpu {
     /// # Errors
     /// [`BenchError::Adapter`], [`BenchError::Run`].
     pub fn open(wanted: Option<&str>) -> Result<Self, BenchError> {
-        let instance = wgpu::Instance::new(wgpu::InstanceDescriptor::new_without_display_handle_from_env());
-        let adapter = pollster::block_on(adapter::find(&instance, wanted))?;
+        let adapter = pollster::block_on(adapter::discover(wanted))?;
         let runner = Runner::new(&adapter)
             .map_err(|error| BenchError::Run { name: adapter::describe(&adapter.get_info()), error })?;
         Ok(Self { runner })
