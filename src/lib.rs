@@ -39,8 +39,8 @@ mod verify;
 pub use attention::{Attention, AttentionConfig, AttentionIo, BindError, BufferBytes, Call, Workspace};
 pub use batch::{Batch, BatchError};
 pub use case::{
-    AttentionOptions, CASE_BYTES_MAX, CASE_SCORES_MAX, Case, CaseError, KvSource, SCORE_LOG2_MAX, SEQUENCE_BYTES_MAX,
-    SequenceKv,
+    AttentionOptions, CASE_BYTES_MAX, CASE_SCORES_MAX, Case, CaseError, CaseExtras, KvSource, SCORE_LOG2_MAX,
+    SEQUENCE_BYTES_MAX, SOFTCAP_MAX, SOFTCAP_MIN, SequenceKv,
 };
 pub use chains::Chains;
 pub use geometry::{Dtype, GeometryError, HEAD_DIM_MAX, HeadGeometry, PageSize, ROW_ALIGN, padded_dim};

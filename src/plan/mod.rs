@@ -309,7 +309,7 @@ impl WorkLists {
                 let split_end = kv_len.min(key_begin.saturating_add(split_keys));
                 let items = (0..rows).step_by(tile_rows as usize).map(|first_row| {
                     let last_token = first_row.saturating_add(tile_rows - 1).min(rows - 1) / group;
-                    let seen = options.visible_keys(q_len, kv_len, last_token);
+                    let seen = options.visible(q_len, kv_len, last_token).end;
                     // A decode reads its split whole, whatever its rows see of it: they are few.
                     let key_end = if decodes { split_end } else { split_end.min(seen).max(key_begin) };
                     Item { seq, first_row, key_begin, key_end }

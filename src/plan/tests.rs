@@ -167,7 +167,7 @@ fn check(batch: &Owned) {
         }
         assert_eq!(plan.chains()[seq as usize], tiles.chains(&batch.geometry, *q_len, *kv_len));
         for row in 0..q_len * group {
-            let visible = options.visible_keys(*q_len, *kv_len, row / group);
+            let visible = options.visible(*q_len, *kv_len, row / group).end;
             let Row { prefill, decode, merges } = rows.remove(&(seq, row)).expect("a row that nobody works on");
             let (mut found, other) = if decodes { (decode, prefill) } else { (prefill, decode) };
             assert!(other.is_empty());
@@ -175,7 +175,7 @@ fn check(batch: &Owned) {
             // Not a key more than the last row of a prefill tile sees; a decode takes all.
             let tile = row / tiles.prefill_rows() * tiles.prefill_rows();
             let last = (tile + tiles.prefill_rows()).min(q_len * group) - 1;
-            let end = if decodes { *kv_len } else { options.visible_keys(*q_len, *kv_len, last / group) };
+            let end = if decodes { *kv_len } else { options.visible(*q_len, *kv_len, last / group).end };
             assert!(visible <= end);
             // One range per split, from multiples of the split on, without gap or overlap: each visible key once.
             let expected = (0..splits).map(|split| {

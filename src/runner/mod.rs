@@ -53,6 +53,12 @@ pub enum RunError {
         /// Bytes needed.
         needed: u64,
     },
+    /// An option that the kernels do not have yet.
+    #[error("{what} is not supported yet")]
+    Unsupported {
+        /// The option.
+        what: &'static str,
+    },
     /// The case does not suit the options.
     #[error(transparent)]
     Case(#[from] CaseError),
@@ -117,6 +123,7 @@ impl RunOptions {
 
     /// The page table and the pool that a run will have.
     fn lay_out(&self, case: &Case) -> Result<(PageTable, KvLayout), RunError> {
+        refuse_options(case)?;
         case.validate_out(self.out_dtype)?;
         for (seq, (q_len, kv_len)) in case.lengths().into_iter().enumerate() {
             if q_len.checked_add(kv_len).is_none() {
@@ -130,6 +137,23 @@ impl RunOptions {
         };
         let layout = KvLayout::new(*case.geometry(), k.dtype(), table.page_size, table.page_count)?;
         Ok((table, layout))
+    }
+}
+
+/// Options that the reference has and the kernels have not.
+fn refuse_options(case: &Case) -> Result<(), RunError> {
+    let (options, extras) = (case.options(), case.extras());
+    let given = [
+        ("a sliding window", options.window_left.is_some() || options.window_right.is_some()),
+        ("a soft cap", options.softcap.is_some()),
+        ("ALiBi (`alibi_slopes`)", extras.alibi_slopes.is_some()),
+        ("attention sinks (`sinks`)", extras.sinks.is_some()),
+        ("a mask (`mask`)", extras.mask.is_some()),
+        ("an additive bias (`bias`)", extras.bias.is_some()),
+    ];
+    match given.into_iter().find(|(_, given)| *given) {
+        Some((what, _)) => Err(RunError::Unsupported { what }),
+        None => Ok(()),
     }
 }
 

@@ -221,7 +221,7 @@ fn shape_and_rows(case: &Case, output: &Output) -> Result<(), String> {
     let mut index = 0;
     for (seq, (q_len, kv_len)) in case.lengths().into_iter().enumerate() {
         for row in 0..q_len {
-            let seen = case.options().visible_keys(q_len, kv_len, row);
+            let seen = case.options().visible(q_len, kv_len, row).end;
             for head in 0..heads {
                 let (out, lse) = (&output.out[index * dim..(index + 1) * dim], output.lse[index]);
                 let place = format!("sequence {seq}, row {row}, head {head}");
