@@ -164,9 +164,14 @@ impl Workspace {
             device.create_buffer(&wgpu::BufferDescriptor { label: Some(label), size, usage, mapped_at_creation: false })
         };
         Ok(Self {
-            partials: buffer("attention partial states", bytes.max(16), wgpu::BufferUsages::empty()),
+            partials: buffer("attention partial states", Self::buffer_bytes(bytes), wgpu::BufferUsages::empty()),
             status: buffer("attention status", STATUS_BYTES, wgpu::BufferUsages::COPY_SRC),
         })
+    }
+
+    /// Bytes of the buffer for partial states where plans need up to `bytes`: an empty binding is not allowed.
+    pub(crate) fn buffer_bytes(bytes: u64) -> u64 {
+        bytes.max(16)
     }
 
     /// The two status words, to be copied out and read as [`crate::Status`].
@@ -297,7 +302,7 @@ impl Attention {
             ("kv", io.kv, self.config.layout.bytes().max(16)),
             ("out", io.out, bytes.out),
             ("lse", io.lse, bytes.lse),
-            ("workspace", workspace.partials.as_entire_buffer_binding(), plan.workspace_bytes.max(16)),
+            ("workspace", workspace.partials.as_entire_buffer_binding(), Workspace::buffer_bytes(plan.workspace_bytes)),
             ("status", workspace.status.as_entire_buffer_binding(), STATUS_BYTES),
         ];
         let bindings = storage_bindings(&limits, entries)?;

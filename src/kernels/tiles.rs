@@ -98,6 +98,11 @@ impl Tiles {
         self.prefill.lanes * self.prefill.rows_per_lane
     }
 
+    /// Tile rows of the workgroups that take a sequence.
+    pub fn tile_rows(&self, geometry: &HeadGeometry, q_len: u32) -> u32 {
+        if Self::decodes(q_len, geometry.group()) { self.decode_rows } else { self.prefill_rows() }
+    }
+
     /// Bytes of workgroup memory of the decode kernel: queries (where no subgroup holds them), scores, rows, partial
     /// maxima and sums.
     pub fn decode_bytes(&self) -> u32 {

@@ -110,7 +110,8 @@ impl Plan {
             let needed = items.len() as u64 * u64::from(kv_heads);
             count(what, needed)
         };
-        let mut words = lists.sequences.concat();
+        let mut words = Vec::with_capacity(lists.words as usize + batch.page_ids.len());
+        words.extend(lists.sequences.iter().flatten());
         let mut list = |items: &[Item]| {
             let start = words.len() as u64;
             words.extend(items.iter().flat_map(Item::words));
@@ -143,7 +144,7 @@ impl Plan {
             total_q: batch.total_q(),
             layout: *layout,
             tiles: *tiles,
-            workspace_bytes: lists.states * state_bytes(tiles),
+            workspace_bytes: workspace_bytes(lists.states, tiles)?,
             chains: lists.chains,
         })
     }
@@ -174,7 +175,7 @@ impl Plan {
 
     /// Bytes of the step's device buffer.
     pub fn device_bytes(&self) -> u64 {
-        PARAMS_BYTES + (self.words.len().max(1) as u64) * 4
+        plan_buffer_bytes(self.words.len() as u64)
     }
 }
 
@@ -213,6 +214,11 @@ impl DevicePlan {
     }
 }
 
+/// Bytes of the device buffer of a plan with `words` words: an empty binding is not allowed.
+pub(crate) fn plan_buffer_bytes(words: u64) -> u64 {
+    PARAMS_BYTES + words.max(1) * 4
+}
+
 /// A buffer with parameters at its start and words from [`PARAMS_BYTES`] on, written as it is made.
 pub(crate) fn plan_buffer(
     device: &wgpu::Device,
@@ -220,7 +226,7 @@ pub(crate) fn plan_buffer(
     params: &[u8],
     words: &[u8],
 ) -> Result<wgpu::Buffer, UploadError> {
-    let bytes = PARAMS_BYTES + (words.len() as u64).max(4);
+    let bytes = plan_buffer_bytes(words.len() as u64 / 4);
     let limits = device.limits();
     let allowed = limits.max_storage_buffer_binding_size.min(limits.max_buffer_size);
     if bytes > allowed {
@@ -248,6 +254,60 @@ fn state_bytes(tiles: &Tiles) -> u64 {
     u64::from(1 + 2 * tiles.v_chunks) * 16
 }
 
+/// Bytes of `states` partial states.
+///
+/// # Errors
+/// [`PlanError::TooMany`] if the kernels cannot count them.
+pub(crate) fn workspace_bytes(states: u64, tiles: &Tiles) -> Result<u64, PlanError> {
+    count("vectors of partial states", states.saturating_mul((1 + 2 * tiles.v_chunks).into()))?;
+    Ok(states * state_bytes(tiles))
+}
+
+/// Checks the rows of a call.
+///
+/// # Errors
+/// [`PlanError::TooMany`] if the kernels cannot count the vectors of their tensors.
+pub(crate) fn check_rows(total_q: u32, geometry: &HeadGeometry, tiles: &Tiles) -> Result<(), PlanError> {
+    let rows_all = u64::from(total_q) * u64::from(geometry.q_heads());
+    count("output vectors", rows_all.saturating_mul((2 * tiles.qk_chunks.max(tiles.v_chunks)).into())).map(|_| ())
+}
+
+/// What a sequence adds to a plan and to its workspace, counted without making the lists.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct SequenceSize {
+    /// Words of its record and of its work items; its page ids take a word each beside these.
+    pub words: u64,
+    /// Partial states.
+    pub states: u64,
+}
+
+impl SequenceSize {
+    /// Of a sequence of a batch that [`check_rows`] has passed.
+    ///
+    /// # Errors
+    /// [`PlanError::TooLong`], for the sequence `seq`.
+    pub fn new(seq: usize, geometry: &HeadGeometry, tiles: &Tiles, q_len: u32, kv_len: u32) -> Result<Self, PlanError> {
+        if q_len.checked_add(kv_len).and_then(|sum| sum.checked_add(1)).is_none() {
+            return Err(PlanError::TooLong { seq, q_len, kv_len });
+        }
+        let rows = q_len * geometry.group();
+        let (_, splits) = tiles.splits(geometry, q_len, kv_len);
+        let (merges, states) = if splits > 1 {
+            (rows.div_ceil(tiles.merge_rows), u64::from(splits) * u64::from(rows) * u64::from(geometry.kv_heads()))
+        } else {
+            (0, 0)
+        };
+        let items = u64::from(splits) * u64::from(rows.div_ceil(tiles.tile_rows(geometry, q_len)));
+        Ok(Self { words: RECORD_WORDS as u64 + ITEM_WORDS as u64 * (items + u64::from(merges)), states })
+    }
+}
+
+/// Words of a sequence's record in a plan.
+const RECORD_WORDS: usize = 6;
+
+/// Words of a work item.
+const ITEM_WORDS: usize = 4;
+
 /// Rows and keys of a sequence that one workgroup per KV head works on.
 #[derive(Clone, Copy, Debug)]
 struct Item {
@@ -258,16 +318,17 @@ struct Item {
 }
 
 impl Item {
-    fn words(&self) -> [u32; 4] {
+    fn words(&self) -> [u32; ITEM_WORDS] {
         [self.seq, self.first_row, self.key_begin, self.key_end]
     }
 }
 
 struct WorkLists {
-    sequences: Vec<[u32; 6]>,
+    sequences: Vec<[u32; RECORD_WORDS]>,
     prefill: Vec<Item>,
     decode: Vec<Item>,
     merge: Vec<Item>,
+    words: u64,
     states: u64,
     chains: Vec<Chains>,
 }
@@ -280,13 +341,13 @@ impl WorkLists {
         tiles: &Tiles,
     ) -> Result<Self, PlanError> {
         let group = geometry.group();
-        let rows_all = u64::from(batch.total_q()) * u64::from(geometry.q_heads());
-        count("output vectors", rows_all * u64::from(2 * tiles.qk_chunks.max(tiles.v_chunks)))?;
+        check_rows(batch.total_q(), geometry, tiles)?;
         let mut lists = Self {
             sequences: Vec::with_capacity(batch.seqs()),
             prefill: Vec::new(),
             decode: Vec::new(),
             merge: Vec::new(),
+            words: 0,
             states: 0,
             chains: Vec::with_capacity(batch.seqs()),
         };
@@ -295,15 +356,17 @@ impl WorkLists {
             spans.zip(batch.page_indptr.iter().zip(batch.kv_len)).enumerate()
         {
             let (seq, q_len, kv_len) = (count("sequences", index as u64)?, q_end - q_begin, *kv_len);
-            if q_len.checked_add(kv_len).and_then(|sum| sum.checked_add(1)).is_none() {
-                return Err(PlanError::TooLong { seq: index, q_len, kv_len });
-            }
+            let size = SequenceSize::new(index, geometry, tiles, q_len, kv_len)?;
             let rows = q_len * group;
             let (split_keys, splits) = tiles.splits(geometry, q_len, kv_len);
             lists.sequences.push([*q_begin, q_len, kv_len, *page_begin, lists.states as u32, splits]);
+            lists.words += size.words;
+            lists.states += size.states;
+            // Records hold in 32 bits how many states lie before a sequence's own.
+            workspace_bytes(lists.states, tiles)?;
             lists.chains.push(tiles.chains(geometry, q_len, kv_len));
             let decodes = Tiles::decodes(q_len, group);
-            let tile_rows = if decodes { tiles.decode_rows } else { tiles.prefill_rows() };
+            let tile_rows = tiles.tile_rows(geometry, q_len);
             for split in 0..splits {
                 let key_begin = split * split_keys;
                 let split_end = kv_len.min(key_begin.saturating_add(split_keys));
@@ -319,8 +382,6 @@ impl WorkLists {
             if splits > 1 {
                 let starts = (0..rows).step_by(tiles.merge_rows as usize);
                 lists.merge.extend(starts.map(|first_row| Item { seq, first_row, key_begin: 0, key_end: kv_len }));
-                lists.states += u64::from(splits) * u64::from(rows) * u64::from(geometry.kv_heads());
-                count("vectors of partial states", lists.states * u64::from(1 + 2 * tiles.v_chunks))?;
             }
         }
         // The sort is stable, so the order is the same on every machine.
@@ -336,7 +397,7 @@ impl WorkLists {
 }
 
 /// A count that the kernels keep in 32 bits.
-fn count(what: &'static str, needed: u64) -> Result<u32, PlanError> {
+pub(crate) fn count(what: &'static str, needed: u64) -> Result<u32, PlanError> {
     u32::try_from(needed).map_err(|_| PlanError::TooMany { what, needed, limit: u32::MAX.into() })
 }
 

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use proptest::prelude::*;
 
-use super::{PARAMS_BYTES, Plan, state_bytes};
+use super::{PARAMS_BYTES, Plan, SequenceSize, state_bytes};
 use crate::batch::Batch;
 use crate::case::AttentionOptions;
 use crate::geometry::{Dtype, HeadGeometry, PageSize};
@@ -153,6 +153,7 @@ fn check(batch: &Owned) {
         }
     }
 
+    let mut counted = SequenceSize { words: page_ids.len() as u64, states: 0 };
     let (mut q_begin, mut page_begin, mut states) = (0, 0, 0);
     for (seq, (q_len, kv_len, pages)) in (0_u32..).zip(&batch.seqs) {
         let decodes = *q_len == 1 || q_len * group <= 16;
@@ -160,6 +161,8 @@ fn check(batch: &Owned) {
         let splits = kv_len.div_ceil(split_keys).max(1);
         let record = [q_begin, *q_len, *kv_len, page_begin, states, splits];
         assert_eq!(plan.words[6 * seq as usize..][..6], record);
+        let size = SequenceSize::new(seq as usize, &batch.geometry, &tiles, *q_len, *kv_len).unwrap();
+        counted = SequenceSize { words: counted.words + size.words, states: counted.states + size.states };
         q_begin += q_len;
         page_begin += pages.len() as u32;
         if splits > 1 {
@@ -188,6 +191,7 @@ fn check(batch: &Owned) {
     }
     assert!(rows.is_empty(), "work on rows that do not exist");
     assert_eq!(plan.workspace_bytes(), u64::from(states) * state_bytes(&tiles));
+    assert_eq!(counted, SequenceSize { words: plan.words.len() as u64, states: states.into() });
 }
 
 proptest! {
