@@ -6,6 +6,8 @@
 //! keys and values into the pages the same way. Device, queue and buffers are the caller's; nothing is submitted or
 //! waited for, except by [`Runner`], which takes host tensors and returns host tensors.
 //!
+//! [`budget`] counts what the pages take, and how many requests fit into a device's memory.
+//!
 //! [`mod@reference`] has the same attention in float64 and a bound on the kernels' error; [`verify()`] judges a result.
 //!
 //! The numerical contract: whatever the storage types, scores, row maxima, row sums and weighted sums are in f32;
@@ -23,6 +25,7 @@ struct ReadmeExamples;
 pub mod adapter;
 mod attention;
 mod batch;
+pub mod budget;
 mod case;
 mod chains;
 mod geometry;
