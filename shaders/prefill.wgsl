@@ -49,9 +49,9 @@ fn prefill(
 
     //each r ROWS_PER_LANE
     // A lane without a row repeats the last one and writes nothing.
-    let row_$r = item.first_row + $ru * PREFILL_LANES + lane;
-    let query_$r = query_row(seq, item.kv_head, min(row_$r, row_count - 1u));
+    let row_$r = tile_row(item, $ru, lane);
     let end_$r = select(0u, visible_keys(seq, row_$r / GROUP), row_$r < row_count);
+    let query_$r = query_row(seq, item.kv_head, min(row_$r, row_count - 1u));
     var state_$r = EMPTY_ROW;
     //each c QK_CHUNKS
     let q_$r_$c = scaled(load_q(query_$r, $cu), params.scale_log2);
@@ -65,14 +65,13 @@ fn prefill(
     var step = item.key_begin;
     for (; step < item.key_end; step += STEP_KEYS) {
         //each k STEP_KEYS
-        let page_$k = checked_page(plan[at.entry]);
-        if !page_$k.exists {
+        if !at.page.exists {
             report_error(ERROR_PAGE_ID);
             step = item.key_end;
             break;
         }
-        let k_row_$k = row_offset(params.k_rows, page_$k.id, item.kv_head, at.slot);
-        let v_row_$k = row_offset(params.v_rows, page_$k.id, item.kv_head, at.slot);
+        let k_row_$k = row_offset(params.k_rows, at.page.id, item.kv_head, at.slot);
+        let v_row_$k = row_offset(params.v_rows, at.page.id, item.kv_head, at.slot);
         at = advanced(at, step + $ku + 1u < item.key_end);
         //end
 
@@ -163,22 +162,42 @@ fn prefill(
         report_error(ERROR_CUT_SHORT);
     }
 
-    //each r ROWS_PER_LANE
-    if row_$r < row_count {
-        if seq.splits == 1u {
-            let factor = normaliser(state_$r);
-            //each c V_CHUNKS
-            store_out(query_$r, $cu, scaled(acc_$r_$c, factor));
+    // The stores stand once for all rows of a lane: each is many blocks of code on llvmpipe, whose compiler takes time that
+    // grows with their square.
+    for (var r = 0u; r < ROWS_PER_LANE; r++) {
+        let row = tile_row(item, r, lane);
+        if row < row_count {
+            var state = EMPTY_ROW;
+            //each r ROWS_PER_LANE
+            state.m = select(state.m, state_$r.m, r == $ru);
+            state.l = select(state.l, state_$r.l, r == $ru);
             //end
-            store_lse(query_$r, state_$r);
-        } else {
-            let index = partial_state(seq, item.key_begin / PREFILL_SPLIT_KEYS, item.kv_head, row_$r);
+            let query = query_row(seq, item.kv_head, row);
+            let index = partial_state(seq, item.key_begin / PREFILL_SPLIT_KEYS, item.kv_head, row);
+            let factor = normaliser(state);
             //each c V_CHUNKS
-            store_partial_chunk(index, $cu, acc_$r_$c);
+            {
+                var chunk = acc_0_$c;
+                //each r 1 ROWS_PER_LANE
+                chunk = chosen(chunk, acc_$r_$c, r == $ru);
+                //end
+                if seq.splits == 1u {
+                    store_out(query, $cu, scaled(chunk, factor));
+                } else {
+                    store_partial_chunk(index, $cu, chunk);
+                }
+            }
             //end
-            store_partial_state(index, state_$r);
+            if seq.splits == 1u {
+                store_lse(query, state);
+            } else {
+                store_partial_state(index, state);
+            }
         }
     }
-    //end
     report_done(lane);
+}
+
+fn tile_row(item: WorkItem, r: u32, lane: u32) -> u32 {
+    return item.first_row + r * PREFILL_LANES + lane;
 }

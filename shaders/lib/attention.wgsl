@@ -110,21 +110,28 @@ fn checked_page(id: u32) -> Page {
     return Page(id, id < params.page_count);
 }
 
-// Walks the keys of a sequence in order: one look into the page table per key, and no division.
+// Walks the keys of a sequence in order: one look into the page table per page, and no division.
 struct Cursor {
     entry: u32,
     slot: u32,
+    page: Page,
 }
 
 fn cursor_at(seq: Sequence, key: u32) -> Cursor {
-    return Cursor(page_entry(seq, key), key % params.page_size);
+    let entry = page_entry(seq, key);
+    return Cursor(entry, key % params.page_size, checked_page(plan[entry]));
 }
 
-// The place of the key after, or the same again where there is none: past the last key nothing is looked up.
+// The place of the key after, or the same again where there is none.
 fn advanced(at: Cursor, exists: bool) -> Cursor {
-    let wraps = at.slot + 1u == params.page_size;
-    let after = Cursor(select(at.entry, at.entry + 1u, wraps), select(at.slot + 1u, 0u, wraps));
-    return Cursor(select(at.entry, after.entry, exists), select(at.slot, after.slot, exists));
+    var next = at;
+    next.slot += select(0u, 1u, exists);
+    if next.slot == params.page_size {
+        next.entry += 1u;
+        next.slot = 0u;
+        next.page = checked_page(plan[next.entry]);
+    }
+    return next;
 }
 
 // Whether every page of keys `key_begin .. key_end` exists. All lanes come to the same answer.

@@ -179,8 +179,8 @@ fn prefill(facts: &AdapterFacts, geometry: &HeadGeometry, subgroup: u32) -> Pref
             (..=256, 1..) => 4,
             _ => 2,
         };
-        // One subgroup or a few: there is no occupancy to gain, and few rows are idle at a prompt's end.
-        let lanes = subgroup.max(16);
+        // One subgroup, or two small ones: there is no occupancy to gain, and few rows are idle at a prompt's end.
+        let lanes = subgroup.max(8);
         // llvmpipe of Mesa 22 ends all loops of an invocation after 65,535 iterations.
         PrefillVariant {
             subgroup,
