@@ -49,12 +49,12 @@ fn prefill(
 
     //each r ROWS_PER_LANE
     // A lane without a row repeats the last one and writes nothing.
-    let row_$r = tile_row(item, $ru, lane);
-    let end_$r = select(0u, visible_keys(seq, row_$r / GROUP), row_$r < row_count);
-    let query_$r = query_row(seq, item.kv_head, min(row_$r, row_count - 1u));
+    let row_$r = min(tile_row(item, $ru, lane), row_count - 1u);
+    let scores_$r = score_row(seq, item.kv_head, row_$r);
+    let query_$r = query_row(seq, item.kv_head, row_$r);
     var state_$r = EMPTY_ROW;
     //each c QK_CHUNKS
-    let q_$r_$c = scaled(load_q(query_$r, $cu), params.scale_log2);
+    let q_$r_$c = scaled(load_q(query_$r, $cu), params.q_factor);
     //end
     //each c V_CHUNKS
     var acc_$r_$c = ZERO_CHUNK;
@@ -62,7 +62,8 @@ fn prefill(
     //end
 
     var at = cursor_at(seq, item.key_begin);
-    var step = item.key_begin;
+    // Steps lie at multiples of their size, wherever the keys begin.
+    var step = item.key_begin / STEP_KEYS * STEP_KEYS;
     for (; step < item.key_end; step += STEP_KEYS) {
         //each k STEP_KEYS
         if !at.page.exists {
@@ -72,7 +73,8 @@ fn prefill(
         }
         let k_row_$k = row_offset(params.k_rows, at.page.id, item.kv_head, at.slot);
         let v_row_$k = row_offset(params.v_rows, at.page.id, item.kv_head, at.slot);
-        at = advanced(at, step + $ku + 1u < item.key_end);
+        // The keys after this one, as far as there are any; before the first key there is none either.
+        at = advanced(at, step + $ku - item.key_begin < item.key_end - item.key_begin - 1u);
         //end
 
         //each r ROWS_PER_LANE
@@ -112,15 +114,13 @@ fn prefill(
         //each r ROWS_PER_LANE
         var m_$r = state_$r.m;
         //each k STEP_KEYS
-        // Hidden keys are hidden before anything is computed from their score.
-        let visible_$r_$k = step + $ku < end_$r;
-        s_$r_$k = select(NO_SCORE, s_$r_$k, visible_$r_$k);
-        m_$r = max(m_$r, s_$r_$k);
+        let score_$r_$k = scored(scores_$r, step + $ku, s_$r_$k);
+        m_$r = max(m_$r, score_$r_$k.value);
         //end
         let rescale_$r = weight(state_$r.m, m_$r);
         var sum_$r = 0.0;
         //each k STEP_KEYS
-        let p_$r_$k = select(0.0, weight(s_$r_$k, m_$r), visible_$r_$k);
+        let p_$r_$k = select(0.0, weight(score_$r_$k.value, m_$r), score_$r_$k.visible);
         sum_$r += p_$r_$k;
         //end
         state_$r = RowState(m_$r, fma(state_$r.l, rescale_$r, sum_$r));
@@ -174,7 +174,7 @@ fn prefill(
             //end
             let query = query_row(seq, item.kv_head, row);
             let index = partial_state(seq, item.key_begin / PREFILL_SPLIT_KEYS, item.kv_head, row);
-            let factor = normaliser(state);
+            let end = ending(state, query);
             //each c V_CHUNKS
             {
                 var chunk = acc_0_$c;
@@ -182,14 +182,14 @@ fn prefill(
                 chunk = chosen(chunk, acc_$r_$c, r == $ru);
                 //end
                 if seq.splits == 1u {
-                    store_out(query, $cu, scaled(chunk, factor));
+                    store_out(query, $cu, scaled(chunk, end.factor));
                 } else {
                     store_partial_chunk(index, $cu, chunk);
                 }
             }
             //end
             if seq.splits == 1u {
-                store_lse(query, state);
+                lse[query] = end.lse;
             } else {
                 store_partial_state(index, state);
             }

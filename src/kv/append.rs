@@ -4,11 +4,10 @@ use bytemuck::{Pod, Zeroable};
 use thiserror::Error;
 
 use super::layout::{KvLayout, RowLayout, VECTOR_BYTES};
-use crate::attention::{BindError, Dispatch, Workspace, bind_group, dispatch, storage_bindings};
-use crate::batch::{Batch, BatchError};
+use crate::attention::{BindError, Dispatch, STATUS_ROOM, Workspace, bind_group, dispatch, storage_bindings};
+use crate::batch::{Batch, BatchError, NO_PAGE};
 use crate::kernels::{KernelId, Kernels, LANES};
 use crate::plan::{PARAMS_BYTES, UploadError, plan_buffer, plan_buffer_bytes};
-use crate::status::STATUS_BYTES;
 
 /// Rows that cannot be appended. Nothing was written.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
@@ -90,6 +89,11 @@ impl AppendPlan {
                 return Err(AppendError::TooMany { seq, new, kv_len: *kv_len });
             };
             let pages = batch.page_ids.get(*page_begin as usize..).unwrap_or_default();
+            let written = first / page_size..if new > 0 { kv_len.div_ceil(page_size) } else { 0 };
+            if let Some(entry) = written.into_iter().find(|entry| pages.get(*entry as usize) == Some(&NO_PAGE)) {
+                let index = *page_begin as usize + entry as usize;
+                return Err(BatchError::PageId { index, found: NO_PAGE, page_count: layout.page_count() }.into());
+            }
             // The layout keeps page_count * page_size below 2^32.
             slots.extend((first..*kv_len).filter_map(|position| {
                 pages.get((position / page_size) as usize).map(|page| page * page_size + position % page_size)
@@ -221,9 +225,9 @@ impl Append {
             ("k", source.k, k_bytes),
             ("v", source.v, v_bytes),
             ("kv", source.kv, self.layout.bytes().max(16)),
-            ("status", workspace.status().as_entire_buffer_binding(), STATUS_BYTES),
+            ("workspace", workspace.status_binding(), STATUS_ROOM),
         ];
-        let bindings = storage_bindings(&limits, entries)?;
+        let bindings = storage_bindings(&limits, &entries, &["kv", "workspace"])?;
         let dispatch = if groups > 0 { Some(dispatch(&limits, KernelId::Append, groups)?) } else { None };
         let params = wgpu::BufferBinding { buffer: &self.buffer, offset: 0, size: wgpu::BufferSize::new(PARAMS_BYTES) };
         let resources = std::iter::once(params).chain(bindings);

@@ -6,10 +6,12 @@
 use bytemuck::{Pod, Zeroable};
 use thiserror::Error;
 
-use crate::batch::{Batch, BatchError};
+use std::ops::Range;
+
+use crate::batch::{Batch, BatchError, NO_PAGE};
 use crate::case::AttentionOptions;
 use crate::chains::Chains;
-use crate::geometry::HeadGeometry;
+use crate::geometry::{HeadGeometry, PageSize};
 use crate::kernels::{ItemOrder, KernelId, Tiles};
 use crate::kv::{KvLayout, RowLayout};
 
@@ -36,6 +38,34 @@ pub enum PlanError {
         /// The scale found.
         found: f64,
     },
+    /// The softcap is no positive number, or not in f32.
+    #[error("softcap is {found}; a positive number that is finite in f32, times log2(e), is needed")]
+    Softcap {
+        /// The softcap found.
+        found: f64,
+    },
+    /// The mask has not an entry for every query row and key.
+    #[error("the mask has {found} entries; {needed} are needed, one for every query row and key of its sequence")]
+    Mask {
+        /// Entries found.
+        found: usize,
+        /// Entries needed.
+        needed: u64,
+    },
+    /// A mask was given and the configuration has none, or the other way round.
+    #[error("a mask is {}; the configuration says otherwise", if *.given { "given" } else { "left out" })]
+    MaskGiven {
+        /// Whether it was given.
+        given: bool,
+    },
+    /// A sequence needs a page that its table says it has not.
+    #[error("entry {entry} of the page table of sequence {seq} is `NO_PAGE`; its rows see keys of that page")]
+    NoPage {
+        /// The sequence.
+        seq: usize,
+        /// The entry, counted from the sequence's first.
+        entry: u32,
+    },
     /// A count that the kernels keep in 32 bits is too large.
     #[error("the batch needs {needed} {what}; at most {limit} are possible in one call")]
     TooMany {
@@ -54,12 +84,16 @@ pub enum PlanError {
 pub(crate) struct Params {
     pub k_rows: RowLayout,
     pub v_rows: RowLayout,
-    pub scale_log2: f32,
-    pub causal: u32,
+    pub q_factor: f32,
+    pub softcap_log2: f32,
+    pub reach_left: u32,
+    pub reach_right: u32,
     pub kv_heads: u32,
     pub page_size: u32,
     pub page_count: u32,
+    pub bias_head_stride: u32,
     pub page_ids: u32,
+    pub masks: u32,
     pub prefill_items: u32,
     pub prefill_groups: u32,
     pub decode_items: u32,
@@ -86,25 +120,46 @@ pub struct Plan {
     pub(crate) total_q: u32,
     pub(crate) layout: KvLayout,
     tiles: Tiles,
+    pub(crate) score_pairs: u64,
     workspace_bytes: u64,
     chains: Vec<Chains>,
 }
 
+/// A reach that has no end, in [`Params`].
+const UNLIMITED: u32 = u32::MAX;
+
 impl Plan {
-    /// Plans attention of `batch` over a pool of `layout`.
+    /// Plans attention of `batch` over a pool of `layout`. `mask` has an entry for every query row and key of its
+    /// sequence, row by row, or is left out; `bias_per_head` says whether each query head has a bias of its own.
     pub(crate) fn new(
         batch: &Batch<'_>,
         layout: &KvLayout,
         options: &AttentionOptions,
         tiles: &Tiles,
+        mask: Option<&[bool]>,
+        bias_per_head: bool,
     ) -> Result<Self, PlanError> {
         batch.validate(layout.page_size(), layout.page_count())?;
-        let scale_log2 = (options.scale * std::f64::consts::LOG2_E) as f32;
-        if !scale_log2.is_finite() {
+        let log2 = |factor: f64| (factor * std::f64::consts::LOG2_E) as f32;
+        let (q_factor, softcap_log2) = match options.softcap {
+            Some(cap) => ((options.scale / cap) as f32, log2(cap)),
+            None => (log2(options.scale), 0.0),
+        };
+        if !q_factor.is_finite() {
             return Err(PlanError::Scale { found: options.scale });
         }
+        if let Some(found) = options.softcap
+            && !(softcap_log2.is_normal() && softcap_log2 > 0.0)
+        {
+            return Err(PlanError::Softcap { found });
+        }
         let geometry = layout.geometry();
-        let lists = WorkLists::new(batch, geometry, options, tiles)?;
+        let lists = WorkLists::new(batch, layout, options, tiles)?;
+        if let Some(found) = mask.map(<[bool]>::len)
+            && found as u64 != lists.score_pairs
+        {
+            return Err(PlanError::Mask { found, needed: lists.score_pairs });
+        }
         let kv_heads = geometry.kv_heads();
         let groups = |items: &[Item], what| {
             let needed = items.len() as u64 * u64::from(kv_heads);
@@ -118,6 +173,10 @@ impl Plan {
             start
         };
         let starts = [list(&lists.prefill), list(&lists.decode), list(&lists.merge)];
+        let masks = words.len() as u64;
+        if let Some(mask) = mask {
+            words.extend(packed_mask(mask, &lists.sequences));
+        }
         let page_ids = words.len() as u64;
         words.extend_from_slice(batch.page_ids);
         count("plan words", words.len() as u64)?;
@@ -125,12 +184,16 @@ impl Plan {
         let params = Params {
             k_rows: *layout.k_rows(),
             v_rows: *layout.v_rows(),
-            scale_log2,
-            causal: options.causal.into(),
+            q_factor,
+            softcap_log2,
+            reach_left: options.window_left.unwrap_or(UNLIMITED),
+            reach_right: if options.causal { 0 } else { options.window_right.unwrap_or(UNLIMITED) },
             kv_heads,
             page_size: layout.page_size().get(),
             page_count: layout.page_count(),
+            bias_head_stride: if bias_per_head { count("elements of a head's bias", lists.score_pairs)? } else { 0 },
             page_ids: page_ids as u32,
+            masks: masks as u32,
             prefill_items,
             prefill_groups: groups(&lists.prefill, "prefill workgroups")?,
             decode_items,
@@ -144,6 +207,7 @@ impl Plan {
             total_q: batch.total_q(),
             layout: *layout,
             tiles: *tiles,
+            score_pairs: lists.score_pairs,
             workspace_bytes: workspace_bytes(lists.states, tiles)?,
             chains: lists.chains,
         })
@@ -191,6 +255,7 @@ pub struct DevicePlan {
     pub(crate) layout: KvLayout,
     pub(crate) tiles: Tiles,
     pub(crate) total_q: u32,
+    pub(crate) score_pairs: u64,
     pub(crate) workspace_bytes: u64,
 }
 
@@ -209,6 +274,7 @@ impl DevicePlan {
             layout: plan.layout,
             tiles: plan.tiles,
             total_q: plan.total_q,
+            score_pairs: plan.score_pairs,
             workspace_bytes: plan.workspace_bytes,
         })
     }
@@ -286,24 +352,52 @@ impl SequenceSize {
     ///
     /// # Errors
     /// [`PlanError::TooLong`], for the sequence `seq`.
-    pub fn new(seq: usize, geometry: &HeadGeometry, tiles: &Tiles, q_len: u32, kv_len: u32) -> Result<Self, PlanError> {
-        if q_len.checked_add(kv_len).and_then(|sum| sum.checked_add(1)).is_none() {
+    pub fn new(
+        seq: usize,
+        geometry: &HeadGeometry,
+        tiles: &Tiles,
+        options: &AttentionOptions,
+        (q_len, kv_len): (u32, u32),
+    ) -> Result<Self, PlanError> {
+        // A kernel adds a reach of up to `kv_len` to a position.
+        if q_len.checked_add(kv_len).and_then(|sum| sum.checked_add(kv_len)?.checked_add(1)).is_none() {
             return Err(PlanError::TooLong { seq, q_len, kv_len });
         }
         let rows = q_len * geometry.group();
-        let (_, splits) = tiles.splits(geometry, q_len, kv_len);
+        let splits = tiles.splits(geometry, q_len, visible(options, (q_len, kv_len), 0..q_len)).len() as u64;
         let (merges, states) = if splits > 1 {
-            (rows.div_ceil(tiles.merge_rows), u64::from(splits) * u64::from(rows) * u64::from(geometry.kv_heads()))
+            (rows.div_ceil(tiles.merge_rows), splits * u64::from(rows) * u64::from(geometry.kv_heads()))
         } else {
             (0, 0)
         };
-        let items = u64::from(splits) * u64::from(rows.div_ceil(tiles.tile_rows(geometry, q_len)));
+        let items = splits * u64::from(rows.div_ceil(tiles.tile_rows(geometry, q_len)));
         Ok(Self { words: RECORD_WORDS as u64 + ITEM_WORDS as u64 * (items + u64::from(merges)), states })
     }
 }
 
+/// The keys that causal mask and window leave to some rows of a sequence. Both ends rise from row to row.
+fn visible(options: &AttentionOptions, (q_len, kv_len): (u32, u32), rows: Range<u32>) -> Range<u32> {
+    if rows.is_empty() {
+        return 0..0;
+    }
+    let [first, last] = [rows.start, rows.end - 1].map(|row| options.visible(q_len, kv_len, row));
+    first.start..last.end.max(first.start)
+}
+
+/// The bits of a mask, 32 keys a word; every row begins a word.
+fn packed_mask<'a>(mask: &'a [bool], sequences: &'a [[u32; RECORD_WORDS]]) -> impl Iterator<Item = u32> + 'a {
+    let mut rest = mask;
+    sequences.iter().flat_map(move |&[_, q_len, kv_len, ..]| {
+        let (own, others) = rest.split_at_checked(q_len as usize * kv_len as usize).unwrap_or((rest, &[]));
+        rest = others;
+        own.chunks(kv_len.max(1) as usize).flat_map(|row| row.chunks(32)).map(|keys| {
+            keys.iter().enumerate().fold(0, |word, (bit, visible)| word | (u32::from(*visible) << bit))
+        })
+    })
+}
+
 /// Words of a sequence's record in a plan.
-const RECORD_WORDS: usize = 6;
+pub(crate) const RECORD_WORDS: usize = 9;
 
 /// Words of a work item.
 const ITEM_WORDS: usize = 4;
@@ -330,16 +424,19 @@ struct WorkLists {
     merge: Vec<Item>,
     words: u64,
     states: u64,
+    /// Pairs of a query row and a key of its sequence.
+    score_pairs: u64,
     chains: Vec<Chains>,
 }
 
 impl WorkLists {
     fn new(
         batch: &Batch<'_>,
-        geometry: &HeadGeometry,
+        layout: &KvLayout,
         options: &AttentionOptions,
         tiles: &Tiles,
     ) -> Result<Self, PlanError> {
+        let geometry = layout.geometry();
         let group = geometry.group();
         check_rows(batch.total_q(), geometry, tiles)?;
         let mut lists = Self {
@@ -349,17 +446,35 @@ impl WorkLists {
             merge: Vec::new(),
             words: 0,
             states: 0,
+            score_pairs: 0,
             chains: Vec::with_capacity(batch.seqs()),
         };
+        let mut mask_words = 0;
         let spans = batch.q_indptr.iter().zip(batch.q_indptr.iter().skip(1));
         for (index, ((q_begin, q_end), (page_begin, kv_len))) in
             spans.zip(batch.page_indptr.iter().zip(batch.kv_len)).enumerate()
         {
             let (seq, q_len, kv_len) = (count("sequences", index as u64)?, q_end - q_begin, *kv_len);
-            let size = SequenceSize::new(index, geometry, tiles, q_len, kv_len)?;
+            let lengths = (q_len, kv_len);
+            let size = SequenceSize::new(index, geometry, tiles, options, lengths)?;
             let rows = q_len * group;
-            let (split_keys, splits) = tiles.splits(geometry, q_len, kv_len);
-            lists.sequences.push([*q_begin, q_len, kv_len, *page_begin, lists.states as u32, splits]);
+            let seen = visible(options, lengths, 0..q_len);
+            check_pages(batch, layout.page_size(), index, &seen)?;
+            let split_keys = tiles.split_keys(geometry, q_len);
+            let splits = tiles.splits(geometry, q_len, seen);
+            lists.sequences.push([
+                *q_begin,
+                q_len,
+                kv_len,
+                *page_begin,
+                lists.states as u32,
+                splits.len() as u32,
+                splits.start,
+                mask_words as u32,
+                lists.score_pairs as u32,
+            ]);
+            mask_words += u64::from(q_len) * u64::from(kv_len.div_ceil(32));
+            lists.score_pairs += u64::from(q_len) * u64::from(kv_len);
             lists.words += size.words;
             lists.states += size.states;
             // Records hold in 32 bits how many states lie before a sequence's own.
@@ -367,23 +482,28 @@ impl WorkLists {
             lists.chains.push(tiles.chains(geometry, q_len, kv_len));
             let decodes = Tiles::decodes(q_len, group);
             let tile_rows = tiles.tile_rows(geometry, q_len);
-            for split in 0..splits {
-                let key_begin = split * split_keys;
-                let split_end = kv_len.min(key_begin.saturating_add(split_keys));
+            for split in splits.clone() {
+                let split_begin = split * split_keys;
+                let split_end = kv_len.min(split_begin.saturating_add(split_keys));
                 let items = (0..rows).step_by(tile_rows as usize).map(|first_row| {
-                    let last_token = first_row.saturating_add(tile_rows - 1).min(rows - 1) / group;
-                    let seen = options.visible_keys(q_len, kv_len, last_token);
-                    // A decode reads its split whole, whatever its rows see of it: they are few.
-                    let key_end = if decodes { split_end } else { split_end.min(seen).max(key_begin) };
-                    Item { seq, first_row, key_begin, key_end }
+                    let last_row = first_row.saturating_add(tile_rows - 1).min(rows - 1);
+                    let seen = visible(options, lengths, first_row / group..last_row / group + 1);
+                    let keys = seen.start.max(split_begin)..seen.end.min(split_end);
+                    // Without keys an item still belongs to its split.
+                    let keys = if keys.is_empty() { split_begin..split_begin } else { keys };
+                    Item { seq, first_row, key_begin: keys.start, key_end: keys.end }
                 });
                 if decodes { &mut lists.decode } else { &mut lists.prefill }.extend(items);
             }
+            let splits = splits.len();
             if splits > 1 {
                 let starts = (0..rows).step_by(tiles.merge_rows as usize);
                 lists.merge.extend(starts.map(|first_row| Item { seq, first_row, key_begin: 0, key_end: kv_len }));
             }
         }
+        // Records hold in 32 bits where a sequence's mask and bias begin.
+        count("words of masks", mask_words)?;
+        count("pairs of query row and key", lists.score_pairs)?;
         // The sort is stable, so the order is the same on every machine.
         lists.prefill.sort_by_key(|item| std::cmp::Reverse(item.key_end - item.key_begin));
         if tiles.prefill.order == ItemOrder::Alternating {
@@ -393,6 +513,17 @@ impl WorkLists {
             lists.prefill = lists.prefill.into_iter().flat_map(|item| [Some(item), small.next()]).flatten().collect();
         }
         Ok(lists)
+    }
+}
+
+/// Checks that a sequence has the pages of the keys that its rows see.
+fn check_pages(batch: &Batch<'_>, page_size: PageSize, seq: usize, seen: &Range<u32>) -> Result<(), PlanError> {
+    let begin = batch.page_indptr.get(seq).map_or(0, |begin| *begin as usize);
+    let entries = seen.start / page_size.get()..page_size.pages_for(seen.end);
+    let missing = |entry: &u32| batch.page_ids.get(begin + *entry as usize) == Some(&NO_PAGE);
+    match if seen.is_empty() { None } else { entries.into_iter().find(missing) } {
+        Some(entry) => Err(PlanError::NoPage { seq, entry }),
+        None => Ok(()),
     }
 }
 
