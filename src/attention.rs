@@ -5,9 +5,7 @@ use thiserror::Error;
 use crate::batch::Batch;
 use crate::case::AttentionOptions;
 use crate::geometry::Dtype;
-use crate::kernels::{
-    AdapterFacts, Bindings, BuildError, KernelConfig, KernelId, Kernels, Modifiers, Variants, fold_grid,
-};
+use crate::kernels::{AdapterFacts, BuildError, KernelConfig, KernelId, Kernels, Modifiers, Variants, fold_grid};
 use crate::kv::KvLayout;
 use crate::plan::{DevicePlan, PARAMS_BYTES, Params, Plan, PlanError};
 use crate::status::STATUS_WORDS;
@@ -54,19 +52,19 @@ pub struct Bias {
     pub per_head: bool,
 }
 
-impl AttentionConfig {
-    /// What happens to scores, as far as kernels are built for it.
-    fn modifiers(&self) -> Modifiers {
-        Modifiers {
-            window_left: self.options.window_left.is_some(),
-            softcap: self.options.softcap.is_some(),
-            alibi: self.extras.alibi_slopes,
-            sinks: self.extras.sinks,
-            mask: self.extras.mask,
-            bias: self.extras.bias.map(|bias| bias.dtype),
-        }
+/// What happens to scores, as far as kernels are built for it.
+pub(crate) fn modifiers(options: &AttentionOptions, extras: &Extras) -> Modifiers {
+    Modifiers {
+        window_left: options.window_left.is_some(),
+        softcap: options.softcap.is_some(),
+        alibi: extras.alibi_slopes,
+        sinks: extras.sinks,
+        mask: extras.mask,
+        bias: extras.bias.map(|bias| bias.dtype),
     }
+}
 
+impl AttentionConfig {
     /// What the kernels for this configuration are specialised for, built in the given way.
     pub fn kernels(&self, variants: Variants) -> KernelConfig {
         KernelConfig {
@@ -74,7 +72,7 @@ impl AttentionConfig {
             q: self.q,
             kv: self.layout.dtype(),
             out: self.out,
-            modifiers: self.modifiers(),
+            modifiers: modifiers(&self.options, &self.extras),
             variants,
         }
     }
@@ -223,24 +221,32 @@ impl Workspace {
     pub fn new(device: &wgpu::Device, bytes: u64) -> Result<Self, BindError> {
         let limits = device.limits();
         let found = limits.max_storage_buffer_binding_size.min(limits.max_buffer_size);
-        let needed = bytes.max(16).saturating_add(STATUS_ROOM);
+        let needed = Self::buffer_bytes(bytes);
         if needed > found {
             return Err(BindError::TooLarge { buffer: "workspace", found, needed });
         }
-        Ok(Self {
-            partials: buffer("attention partial states", Self::buffer_bytes(bytes), wgpu::BufferUsages::empty()),
-            status: buffer("attention status", STATUS_BYTES, wgpu::BufferUsages::COPY_SRC),
-        })
+        let usage = wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_SRC;
+        let label = Some("attention workspace");
+        let buffer =
+            device.create_buffer(&wgpu::BufferDescriptor { label, size: needed, usage, mapped_at_creation: false });
+        Ok(Self { buffer })
     }
 
-    /// Bytes of the buffer for partial states where plans need up to `bytes`: an empty binding is not allowed.
+    /// Bytes of the buffer where plans need up to `bytes`: the status words, then partial states. An empty binding is not
+    /// allowed.
     pub(crate) fn buffer_bytes(bytes: u64) -> u64 {
-        bytes.max(16)
+        STATUS_ROOM.saturating_add(bytes.max(16))
     }
 
-    /// The two status words, to be copied out and read as [`crate::Status`].
+    /// The buffer. It begins with the two status words ([`crate::STATUS_BYTES`]), to be copied out and read as
+    /// [`crate::Status`].
     pub fn status(&self) -> &wgpu::Buffer {
-        &self.status
+        &self.buffer
+    }
+
+    /// The part that an append binds.
+    pub(crate) fn status_binding(&self) -> wgpu::BufferBinding<'_> {
+        wgpu::BufferBinding { buffer: &self.buffer, offset: 0, size: wgpu::BufferSize::new(STATUS_ROOM) }
     }
 }
 
@@ -390,7 +396,7 @@ impl Attention {
             ("q", io.q, bytes.q),
             ("out", io.out, bytes.out),
             ("lse", io.lse, bytes.lse),
-            ("workspace", workspace.buffer.as_entire_buffer_binding(), STATUS_ROOM + plan.workspace_bytes.max(16)),
+            ("workspace", workspace.buffer.as_entire_buffer_binding(), Workspace::buffer_bytes(plan.workspace_bytes)),
         ];
         // In the order of `Bindings`.
         for (buffer, given, needed) in [("heads", io.heads, heads_bytes), ("bias", io.bias, bias_bytes)] {

@@ -39,15 +39,15 @@ mod status;
 mod tensor;
 mod verify;
 
-pub use attention::{Attention, AttentionConfig, AttentionIo, BindError, BufferBytes, Call, Workspace};
-pub use batch::{Batch, BatchError};
+pub use attention::{Attention, AttentionConfig, AttentionIo, Bias, BindError, BufferBytes, Call, Extras, Workspace};
+pub use batch::{Batch, BatchError, NO_PAGE};
 pub use case::{
-    AttentionOptions, CASE_BYTES_MAX, CASE_SCORES_MAX, Case, CaseError, KvSource, SCORE_LOG2_MAX, SEQUENCE_BYTES_MAX,
-    SequenceKv,
+    AttentionOptions, CASE_BYTES_MAX, CASE_SCORES_MAX, Case, CaseError, CaseExtras, KvSource, SCORE_LOG2_MAX,
+    SEQUENCE_BYTES_MAX, SOFTCAP_MAX, SOFTCAP_MIN, SequenceKv,
 };
 pub use chains::Chains;
 pub use geometry::{Dtype, GeometryError, HEAD_DIM_MAX, HeadGeometry, PageSize, ROW_ALIGN, padded_dim};
-pub use kernels::{BuildError, KernelConfig, Kernels};
+pub use kernels::{BuildError, KernelConfig, Kernels, Modifiers};
 pub use kv::{Append, AppendCall, AppendError, AppendPlan, AppendSource, KvLayout, LayoutError, RowLayout};
 pub use plan::{DevicePlan, Plan, PlanError, UploadError};
 pub use runner::{Choice, KernelUse, Output, RunError, RunOptions, Runner};

@@ -151,7 +151,7 @@ fn seeking(spec: &CaseSpec, scale: f64, seq: &Seq, keys: &[u32], k: &[f32]) -> V
     let factor = (64.0 / (scale * f64::from(head_dim))) as f32;
     let mut q = Vec::with_capacity(seq.q_len as usize * q_heads as usize * dim);
     for row in 0..seq.q_len {
-        let seen = spec.options().map_or(0, |options| options.visible_keys(seq.q_len, seq.kv_len, row));
+        let seen = spec.options().map_or(0, |options| options.visible(seq.q_len, seq.kv_len, row).end);
         for head in 0..q_heads {
             let tokens = u64::from(seq.q_stream) * u64::from(seq.q_len) + u64::from(row);
             let index = tokens * u64::from(group) + u64::from(head % group);

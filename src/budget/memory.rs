@@ -7,7 +7,6 @@ use crate::geometry::PageSize;
 use crate::kernels::{Tiles, Variants};
 use crate::kv::{KvLayout, SourceVectors, append_buffer_bytes};
 use crate::plan::{SequenceSize, check_rows, count, plan_buffer_bytes, workspace_bytes};
-use crate::status::STATUS_BYTES;
 
 /// Different lengths that a [`MemoryModel`] goes through at most.
 pub const DISTINCT_LENGTHS_MAX: u64 = 1 << 24;
@@ -145,7 +144,7 @@ impl MemoryModel {
         let prefill_rows = config.prefill_rows.min(longest);
         check_rows(prefill_rows, geometry, &tiles)?;
         let size = |q_len, tokens| {
-            let size = SequenceSize::new(0, geometry, &tiles, q_len, tokens)?;
+            let size = SequenceSize::new(0, geometry, &tiles, &config.attention.options, (q_len, tokens))?;
             Ok::<_, BudgetError>(SequenceSize { words: size.words + u64::from(page_size.pages_for(tokens)), ..size })
         };
         let model = Self {
@@ -237,7 +236,7 @@ impl MemoryModel {
         Ok(Parts {
             activations: activations.ok_or(BudgetError::Overflow { what })?,
             workspace: Workspace::buffer_bytes(workspace_bytes(states, &self.tiles)?),
-            metadata: plan_buffer_bytes(words.into()) + append_buffer_bytes(rows) + STATUS_BYTES,
+            metadata: plan_buffer_bytes(words.into()) + append_buffer_bytes(rows),
             ..parts
         })
     }

@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 
 use super::*;
-use crate::attention::AttentionConfig;
+use crate::attention::{AttentionConfig, Extras, Workspace};
 use crate::batch::Batch;
 use crate::case::AttentionOptions;
 use crate::geometry::{Dtype, HeadGeometry, PageSize};
@@ -172,6 +172,7 @@ fn config(geometry: HeadGeometry, page_size: u32, facts: &AdapterFacts) -> Memor
             out: Dtype::F16,
             layout: KvLayout::new(geometry, Dtype::F16, page(page_size), 1).unwrap(),
             options: AttentionOptions::new(&geometry).with_causal(true),
+            extras: Extras::NONE,
         },
         variants: Variants::candidates(facts, &geometry)[0],
         layers: 3,
@@ -209,7 +210,8 @@ fn planned(config: &MemoryConfig, seqs: &[(u32, u32)]) -> Parts {
     };
     let geometry = attention.layout.geometry();
     let layout = KvLayout::new(*geometry, attention.layout.dtype(), page_size, page_count).unwrap();
-    let plan = Plan::new(&batch, &layout, &attention.options, &Tiles::new(geometry, &config.variants)).unwrap();
+    let plan =
+        Plan::new(&batch, &layout, &attention.options, &Tiles::new(geometry, &config.variants), None, false).unwrap();
     let append = AppendPlan::new(&layout, &batch).unwrap();
     assert_eq!(append.tokens(), batch.total_q());
     let rows = attention.buffer_bytes(batch.total_q());
@@ -218,9 +220,9 @@ fn planned(config: &MemoryConfig, seqs: &[(u32, u32)]) -> Parts {
     let new = new_rows * (row_bytes(geometry.head_dim()) + row_bytes(geometry.v_head_dim()));
     Parts {
         activations: rows.q + rows.out + rows.lse + new + config.activation_row_bytes * u64::from(batch.total_q()),
-        workspace: plan.workspace_bytes().max(16),
+        workspace: Workspace::buffer_bytes(plan.workspace_bytes()),
         kv: layout.bytes() * u64::from(config.layers),
-        metadata: plan.device_bytes() + append.device_bytes() + crate::STATUS_BYTES,
+        metadata: plan.device_bytes() + append.device_bytes(),
         ..Parts::default()
     }
 }

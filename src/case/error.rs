@@ -35,8 +35,11 @@ pub enum CaseError {
     /// An index tensor (`q_indptr`, `kv_indptr`, `page_indptr`, `page_ids`, `kv_len`) is unusable.
     #[error(transparent)]
     Batch(#[from] BatchError),
-    /// An owned element is NaN or infinite.
-    #[error("`{tensor}` holds {value} at {index:?}; owned values must be finite")]
+    /// An owned element is NaN or infinite. (In a bias, `-inf` is allowed.)
+    #[error("`{tensor}` holds {value} at {index:?}; owned values must be finite{}", match *tensor {
+        "bias" => ", or -inf to hide a key",
+        _ => "",
+    })]
     NotFinite {
         /// Name of the tensor.
         tensor: &'static str,
@@ -44,6 +47,18 @@ pub enum CaseError {
         index: Vec<usize>,
         /// The value found.
         value: f32,
+    },
+    /// The bias is stored in a type that no kernel reads.
+    #[error("`bias` is {found}; f32 or f16 is needed")]
+    BiasDtype {
+        /// Its type.
+        found: crate::Dtype,
+    },
+    /// A soft cap that is no number, or outside the supported range.
+    #[error("softcap is {found}; {:e} to {:e} is supported", crate::SOFTCAP_MIN, crate::SOFTCAP_MAX)]
+    SoftcapRange {
+        /// The cap found.
+        found: f64,
     },
     /// More work or memory than a check can take: [`crate::CASE_SCORES_MAX`],
     /// [`crate::CASE_BYTES_MAX`], [`crate::SEQUENCE_BYTES_MAX`].
@@ -94,8 +109,8 @@ pub enum CaseError {
     },
     /// A score may leave the range in which the kernels are exact.
     #[error(
-        "query row {row}, head {head}: |scale| * sum |q_i k_i| for key {key} of its sequence reaches {found:.4e}; \
-         at most {limit:.4e} is supported"
+        "query row {row}, head {head}: the score of key {key} of its sequence may reach {found:.4e} in magnitude, partial \
+         sums included; at most {limit:.4e} is supported"
     )]
     ScoreRange {
         /// Packed query row.
@@ -104,9 +119,20 @@ pub enum CaseError {
         head: usize,
         /// Key position in the row's sequence.
         key: usize,
-        /// The magnitude found.
+        /// The magnitude found: `|scale| * sum |q_i k_i|` (over the soft cap, where it is that which is too large), or
+        /// the capped score with the magnitudes of what ALiBi and bias add.
         found: f64,
         /// The largest supported magnitude: [`crate::SCORE_LOG2_MAX`] in natural units, less room for rounding.
+        limit: f64,
+    },
+    /// A sink lies outside the range of scores.
+    #[error("`sinks` holds {found:.4e} at [{head}]; at most {limit:.4e} in magnitude is supported")]
+    SinkRange {
+        /// Query head.
+        head: usize,
+        /// The sink.
+        found: f64,
+        /// The largest supported magnitude.
         limit: f64,
     },
     /// A dot product may overflow before the scale makes it smaller.
@@ -127,7 +153,10 @@ pub enum CaseError {
         limit: f64,
     },
     /// A query may overflow where a kernel scales it before the dot product.
-    #[error("query row {row}, head {head}: |scale| * max |q_i| is {found:.4e}; at most {limit:.4e} is supported")]
+    #[error(
+        "query row {row}, head {head}: |scale| * max |q_i|, over the soft cap if there is one, is {found:.4e}; at most \
+         {limit:.4e} is supported"
+    )]
     ScaledQueryRange {
         /// Packed query row.
         row: usize,
@@ -139,9 +168,9 @@ pub enum CaseError {
         limit: f64,
     },
     /// The scale is finite, but not as the f32 that the kernels multiply by.
-    #[error("scale is {found:.4e}; at most {limit:.4e} in magnitude is supported")]
+    #[error("scale, over the soft cap if there is one, is {found:.4e}; at most {limit:.4e} in magnitude is supported")]
     ScaleRange {
-        /// The scale found.
+        /// The scale found, or the scale over the soft cap.
         found: f64,
         /// The largest supported magnitude: `f32::MAX / log2(e)`, less room for rounding.
         limit: f64,

@@ -1,11 +1,13 @@
 //! One attention problem on the host, validated: what the reference, the runner and the verifier share.
 
 mod error;
+mod extras;
 mod validate;
 
 use std::ops::Range;
 
 pub use self::error::CaseError;
+pub use self::extras::CaseExtras;
 use crate::geometry::{HeadGeometry, PageSize};
 use crate::tensor::Tensor;
 
@@ -31,23 +33,37 @@ pub const SEQUENCE_BYTES_MAX: u64 = 1 << 34;
 /// Bytes per key that the reference and its bound keep beside a row, at most.
 pub(crate) const SCRATCH_BYTES_PER_KEY: u64 = 96;
 
+/// The smallest soft cap.
+pub const SOFTCAP_MIN: f64 = 1.0 / SOFTCAP_MAX;
+
+/// The largest soft cap: 2^60. Beyond, factors leave the range of f32.
+pub const SOFTCAP_MAX: f64 = 1_152_921_504_606_846_976.0;
+
 /// What is computed, apart from the tensors.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct AttentionOptions {
     /// The factor of `q . k`; usually [`HeadGeometry::default_scale`]. Finite.
     pub scale: f64,
-    /// Whether query row `i` sees only keys `j <= kv_len - q_len + i` (bottom-right alignment).
+    /// Whether query row `i` sees only keys `j <= pos`, where `pos = kv_len - q_len + i` is its own position
+    /// (bottom-right alignment).
     pub causal: bool,
+    /// Query row `i` sees only keys `j >= pos - window_left`; `None` is no limit.
+    pub window_left: Option<u32>,
+    /// Query row `i` sees only keys `j <= pos + window_right`; `None` is no limit.
+    pub window_right: Option<u32>,
+    /// A scaled score `s` becomes `softcap * tanh(s / softcap)`; `None` leaves it. Between [`SOFTCAP_MIN`] and
+    /// [`SOFTCAP_MAX`].
+    pub softcap: Option<f64>,
 }
 
 impl AttentionOptions {
     /// Bidirectional attention with the customary scale.
     pub fn new(geometry: &HeadGeometry) -> Self {
-        Self { scale: geometry.default_scale(), causal: false }
+        Self { scale: geometry.default_scale(), causal: false, window_left: None, window_right: None, softcap: None }
     }
 
-    /// The same with `causal` set.
+    /// The same with a causal mask, or without.
     #[must_use]
     pub fn with_causal(self, causal: bool) -> Self {
         Self { causal, ..self }
@@ -59,15 +75,30 @@ impl AttentionOptions {
         Self { scale, ..self }
     }
 
-    /// The keys that query row `row` of a sequence sees are `0 .. visible_keys(..)`.
+    /// The same with a sliding window of `left` keys before a row's own position and `right` after it.
+    #[must_use]
+    pub fn with_window(self, left: Option<u32>, right: Option<u32>) -> Self {
+        Self { window_left: left, window_right: right, ..self }
+    }
+
+    /// The same with the scores capped softly, or not.
+    #[must_use]
+    pub fn with_softcap(self, softcap: Option<f64>) -> Self {
+        Self { softcap, ..self }
+    }
+
+    /// The keys that query row `row` of a sequence sees, as far as causal mask and window go: `start <= end <= kv_len`.
     ///
     /// This is the host's statement of the masking rule; the reference has its own.
-    pub fn visible_keys(&self, q_len: u32, kv_len: u32, row: u32) -> u32 {
-        if self.causal {
-            (u64::from(kv_len) + u64::from(row) + 1).saturating_sub(u64::from(q_len)).min(u64::from(kv_len)) as u32
-        } else {
-            kv_len
-        }
+    pub fn visible(&self, q_len: u32, kv_len: u32, row: u32) -> Range<u32> {
+        let position = i64::from(kv_len) - i64::from(q_len) + i64::from(row);
+        let clamped = |key: i64| key.clamp(0, i64::from(kv_len)) as u32;
+        // `None` is a reach past both ends.
+        let start = self.window_left.map_or(0, |left| clamped(position - i64::from(left)));
+        let right = self.window_right.map_or(i64::MAX, i64::from);
+        let reach = if self.causal { 0 } else { right };
+        let end = clamped(position.saturating_add(reach).saturating_add(1));
+        start.min(end)..end
     }
 }
 
@@ -106,6 +137,9 @@ pub struct Case {
     q: Tensor,
     q_indptr: Vec<u32>,
     kv: KvSource,
+    extras: CaseExtras,
+    /// `[seqs + 1]`; see [`Case::score_indptr`].
+    score_indptr: Vec<u64>,
 }
 
 impl Case {
@@ -123,8 +157,10 @@ impl Case {
         q_indptr: Vec<u32>,
         kv: KvSource,
     ) -> Result<Self, CaseError> {
-        let case = Self { geometry, options, q, q_indptr, kv };
+        let (extras, score_indptr) = (CaseExtras::default(), Vec::new());
+        let mut case = Self { geometry, options, q, q_indptr, kv, extras, score_indptr };
         case.validate()?;
+        case.score_indptr = score_indptr_of(&case.lengths());
         Ok(case)
     }
 
@@ -133,7 +169,7 @@ impl Case {
         &self.geometry
     }
 
-    /// Scale and mask.
+    /// Scale, mask, window and soft cap.
     pub fn options(&self) -> &AttentionOptions {
         &self.options
     }
@@ -176,6 +212,16 @@ impl Case {
             }
         }
     }
+}
+
+/// Running sums of `q_len * kv_len`, from 0. [`CASE_SCORES_MAX`] bounds them.
+fn score_indptr_of(lengths: &[(u32, u32)]) -> Vec<u64> {
+    let mut end = 0;
+    let ends = lengths.iter().map(|(q_len, kv_len)| {
+        end += u64::from(*q_len) * u64::from(*kv_len);
+        end
+    });
+    std::iter::once(0).chain(ends).collect()
 }
 
 fn width(ends: &[u32]) -> u32 {

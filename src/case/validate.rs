@@ -3,12 +3,15 @@
 use std::f64::consts::LOG2_E;
 
 use super::{
-    CASE_BYTES_MAX, CASE_SCORES_MAX, Case, CaseError, KvSource, SCORE_LOG2_MAX, SCRATCH_BYTES_PER_KEY,
-    SEQUENCE_BYTES_MAX,
+    CASE_BYTES_MAX, CASE_SCORES_MAX, Case, CaseError, CaseExtras, KvSource, SCORE_LOG2_MAX, SCRATCH_BYTES_PER_KEY,
+    SEQUENCE_BYTES_MAX, SOFTCAP_MAX, SOFTCAP_MIN,
 };
 use crate::batch::{Batch, BatchError, check_indptr};
 use crate::geometry::{Dtype, GeometryError, PageSize};
 use crate::tensor::Tensor;
+
+/// The largest magnitude of a score, in natural units and less room for rounding.
+const SCORE_MAX: f64 = SCORE_LOG2_MAX / LOG2_E / ROUNDING_ROOM;
 
 /// Room for the roundings of f32 sums: what is checked in exact arithmetic must stay in range in f32 as well,
 /// where a chain of 2 * 256 roundings of 2^-23 each adds less than 2^-13.
@@ -20,15 +23,66 @@ impl Case {
         if !scale.is_finite() {
             return Err(GeometryError::Scale { found: scale }.into());
         }
-        let scale_max = f64::from(f32::MAX) / LOG2_E / ROUNDING_ROOM;
-        if scale.abs() > scale_max {
-            return Err(CaseError::ScaleRange { found: scale, limit: scale_max });
+        if let Some(found) = self.options.softcap.filter(|cap| !(SOFTCAP_MIN..=SOFTCAP_MAX).contains(cap)) {
+            return Err(CaseError::SoftcapRange { found });
+        }
+        let (found, limit) = (self.query_factor().copysign(scale), f64::from(f32::MAX) / LOG2_E / ROUNDING_ROOM);
+        if found.abs() > limit {
+            return Err(CaseError::ScaleRange { found, limit });
         }
         self.validate_shapes()?;
         self.validate_size()?;
         self.validate_finite()?;
         self.validate_values()?;
         self.validate_range()
+    }
+
+    /// The checks that extras add to those of [`Case::validate`].
+    pub(super) fn validate_extras(&self) -> Result<(), CaseError> {
+        let (q_heads, entries) = (self.geometry.q_heads() as usize, self.score_indptr.last().copied().unwrap_or(0));
+        let CaseExtras { alibi_slopes, sinks, mask, bias } = &self.extras;
+        let shape = |tensor, found: &[usize], needed| CaseError::Shape { tensor, found: found.to_vec(), needed };
+        for (tensor, values) in [("alibi_slopes", alibi_slopes), ("sinks", sinks)] {
+            let Some(values) = values else { continue };
+            if values.len() != q_heads {
+                return Err(shape(tensor, &[values.len()], format!("[{q_heads}] (`q_heads`)")));
+            }
+            if let Some((at, value)) = values.iter().copied().enumerate().find(|(_, x)| !x.is_finite()) {
+                return Err(CaseError::NotFinite { tensor, index: vec![at], value });
+            }
+        }
+        if let Some(mask) = mask.as_ref().filter(|mask| mask.len() as u64 != entries) {
+            return Err(shape("mask", &[mask.len()], format!("[{entries}] (the sum of q_len * kv_len)")));
+        }
+        if let Some(bias) = bias {
+            match *bias.shape() {
+                [heads, found] if (heads == 1 || heads == q_heads) && found as u64 == entries => {}
+                _ => {
+                    let needed = format!("[1 or {q_heads}, {entries}] (heads, the sum of q_len * kv_len)");
+                    return Err(shape("bias", bias.shape(), needed));
+                }
+            }
+            if bias.dtype() == Dtype::Bf16 {
+                return Err(CaseError::BiasDtype { found: bias.dtype() });
+            }
+            for (head, values) in bias_heads(bias).enumerate() {
+                let bad = |x: &f32| x.is_nan() || *x == f32::INFINITY;
+                if let Some((at, value)) = values.iter().copied().enumerate().find(|(_, x)| bad(x)) {
+                    return Err(CaseError::NotFinite { tensor: "bias", index: vec![head, at], value });
+                }
+            }
+        }
+        for (head, sink) in sinks.iter().flatten().enumerate() {
+            if f64::from(sink.abs()) > SCORE_MAX {
+                return Err(CaseError::SinkRange { head, found: f64::from(*sink), limit: SCORE_MAX });
+            }
+        }
+        self.validate_range()
+    }
+
+    /// The magnitude of what a kernel multiplies `q . k` by: the scale, over the soft cap if there is one.
+    fn query_factor(&self) -> f64 {
+        self.options.scale.abs() / self.options.softcap.unwrap_or(1.0)
     }
 
     /// Whether every output fits into `dtype`: an output is a mean of values.
@@ -231,9 +285,13 @@ impl Case {
     fn validate_range(&self) -> Result<(), CaseError> {
         let (q_heads, head_dim) = (self.geometry.q_heads() as usize, self.geometry.head_dim() as usize);
         let group = self.geometry.group() as usize;
-        let scale = self.options.scale.abs();
+        let (scale, factor) = (self.options.scale.abs(), self.query_factor());
+        let capped = |score: f64| score.min(self.options.softcap.unwrap_or(f64::INFINITY));
         let dot_max = f64::from(f32::MAX) / ROUNDING_ROOM;
-        let score_max = SCORE_LOG2_MAX / LOG2_E / ROUNDING_ROOM;
+        let bias_max = self.extras.bias.iter().flat_map(bias_heads).flatten().fold(0.0, |max, x| {
+            let size = f64::from(x.abs());
+            if size.is_finite() { f64::max(max, size) } else { max }
+        });
         let q = self.q.to_f32();
         let mut rows = q.chunks_exact(head_dim * q_heads).enumerate();
         for (seq, (q_len, kv_len)) in self.lengths().into_iter().enumerate() {
@@ -243,28 +301,40 @@ impl Case {
             let Some(kv) = (kv_len > 0).then(|| self.sequence_kv(seq)).flatten() else {
                 // No score is computed, but the row is still scaled.
                 for (row, q) in rows.by_ref().take(q_len as usize) {
-                    check_scaled_query(scale, row, q, head_dim)?;
+                    check_scaled_query(factor, row, q, head_dim)?;
                 }
                 continue;
             };
             let key_norm_max: Vec<f64> = (0..self.geometry.kv_heads() as usize)
                 .map(|head| kv.k(head).chunks_exact(head_dim).map(norm).fold(0.0, f64::max))
                 .collect();
-            for (row, q) in rows.by_ref().take(q_len as usize) {
-                check_scaled_query(scale, row, q, head_dim)?;
+            // No row is farther from a key than this.
+            let distance_max = f64::from(q_len) + f64::from(kv_len);
+            for (i, (row, q)) in (0_u32..q_len).zip(rows.by_ref()) {
+                check_scaled_query(factor, row, q, head_dim)?;
                 for (head, q) in q.chunks_exact(head_dim).enumerate() {
+                    let slope = self.extras.alibi_slopes.as_ref().and_then(|slopes| slopes.get(head));
+                    let slope = slope.map_or(0.0, |slope| f64::from(slope.abs()));
                     // Cauchy-Schwarz: sum |q_i k_i| <= |q| |k|. Nearly every row passes here.
                     let dot = norm(q) * key_norm_max.get(head / group).copied().unwrap_or(0.0);
-                    if dot <= dot_max && scale * dot <= score_max {
+                    let added = slope * distance_max + bias_max;
+                    if dot <= dot_max && factor * dot <= SCORE_MAX && capped(scale * dot) + added <= SCORE_MAX {
                         continue;
                     }
+                    let bias = self.bias_row(seq, i, head);
                     for (key, k) in kv.k(head / group).chunks_exact(head_dim).enumerate() {
                         let dot: f64 = q.iter().zip(k).map(|(q, k)| (f64::from(*q) * f64::from(*k)).abs()).sum();
                         if dot > dot_max {
                             return Err(CaseError::DotRange { row, head, key, found: dot, limit: dot_max });
                         }
-                        if scale * dot > score_max {
-                            return Err(CaseError::ScoreRange { row, head, key, found: scale * dot, limit: score_max });
+                        let position = f64::from(kv_len) - f64::from(q_len) + f64::from(i);
+                        let bias = bias.as_ref().and_then(|bias| bias.get(key)).map_or(0.0, |x| f64::from(x.abs()));
+                        // A bias of -inf hides the key.
+                        let added = slope * (key as f64 - position).abs() + if bias.is_finite() { bias } else { 0.0 };
+                        for found in [factor * dot, capped(scale * dot) + added] {
+                            if found > SCORE_MAX {
+                                return Err(CaseError::ScoreRange { row, head, key, found, limit: SCORE_MAX });
+                            }
                         }
                     }
                 }
@@ -272,6 +342,20 @@ impl Case {
         }
         Ok(())
     }
+}
+
+/// The values of each head of a bias.
+fn bias_heads(bias: &Tensor) -> impl Iterator<Item = Vec<f32>> {
+    let [heads, entries] = match *bias.shape() {
+        [heads, entries] => [heads, entries],
+        _ => [0, 0],
+    };
+    (0..heads).map(move |head| {
+        let mut values = Vec::with_capacity(entries);
+        // The shape is as read, so that the head is there.
+        let _ = bias.extend_f32(head * entries, entries, &mut values);
+        values
+    })
 }
 
 /// How many slots of each page some sequence owns; a page's owned slots are its first ones. Takes a step per entry of
@@ -298,12 +382,12 @@ fn norm(row: &[f32]) -> f64 {
 }
 
 /// `q`, one row of all heads, must stay finite where a kernel scales it first.
-fn check_scaled_query(scale: f64, row: usize, q: &[f32], head_dim: usize) -> Result<(), CaseError> {
+fn check_scaled_query(factor: f64, row: usize, q: &[f32], head_dim: usize) -> Result<(), CaseError> {
     let limit = f64::from(f32::MAX) / LOG2_E / ROUNDING_ROOM;
     for (head, q) in q.chunks_exact(head_dim).enumerate() {
         let found = q.iter().fold(0.0, |max: f32, x| max.max(x.abs()));
-        if scale * f64::from(found) > limit {
-            return Err(CaseError::ScaledQueryRange { row, head, found: scale * f64::from(found), limit });
+        if factor * f64::from(found) > limit {
+            return Err(CaseError::ScaledQueryRange { row, head, found: factor * f64::from(found), limit });
         }
     }
     Ok(())

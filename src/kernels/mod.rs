@@ -12,6 +12,8 @@ use std::sync::Arc;
 
 use thiserror::Error;
 
+use crate::attention::{Bias, Extras};
+use crate::case::AttentionOptions;
 use crate::geometry::{Dtype, HeadGeometry};
 pub(crate) use grid::fold_grid;
 pub(crate) use source::Bindings;
@@ -60,6 +62,15 @@ impl Modifiers {
     /// No modifier.
     pub const NONE: Self =
         Self { window_left: false, softcap: false, alibi: false, sinks: false, mask: false, bias: None };
+
+    /// Options and extras that ask for these modifiers.
+    pub(crate) fn example(&self, geometry: &HeadGeometry) -> (AttentionOptions, Extras) {
+        let options = AttentionOptions::new(geometry)
+            .with_window(self.window_left.then_some(40), None)
+            .with_softcap(self.softcap.then_some(5.0));
+        let bias = self.bias.map(|dtype| Bias { dtype, per_head: false });
+        (options, Extras { alibi_slopes: self.alibi, sinks: self.sinks, mask: self.mask, bias })
+    }
 
     /// Whether there are numbers per query head.
     pub(crate) fn heads(&self) -> bool {
@@ -262,7 +273,11 @@ fn check_limits(limits: &wgpu::Limits, kernel: KernelId, config: &KernelConfig) 
         ),
         ("max_compute_invocations_per_workgroup", limits.max_compute_invocations_per_workgroup, kernel.lanes(config)),
         ("max_compute_workgroup_size_x", limits.max_compute_workgroup_size_x, kernel.lanes(config)),
-        ("max_storage_buffers_per_shader_stage", limits.max_storage_buffers_per_shader_stage, kernel.storage_buffers(config)),
+        (
+            "max_storage_buffers_per_shader_stage",
+            limits.max_storage_buffers_per_shader_stage,
+            kernel.storage_buffers(config),
+        ),
     ] {
         if found < needed {
             return Err(BuildError::Limit {

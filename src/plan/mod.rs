@@ -390,9 +390,9 @@ fn packed_mask<'a>(mask: &'a [bool], sequences: &'a [[u32; RECORD_WORDS]]) -> im
     sequences.iter().flat_map(move |&[_, q_len, kv_len, ..]| {
         let (own, others) = rest.split_at_checked(q_len as usize * kv_len as usize).unwrap_or((rest, &[]));
         rest = others;
-        own.chunks(kv_len.max(1) as usize).flat_map(|row| row.chunks(32)).map(|keys| {
-            keys.iter().enumerate().fold(0, |word, (bit, visible)| word | (u32::from(*visible) << bit))
-        })
+        own.chunks(kv_len.max(1) as usize)
+            .flat_map(|row| row.chunks(32))
+            .map(|keys| keys.iter().enumerate().fold(0, |word, (bit, visible)| word | (u32::from(*visible) << bit)))
     })
 }
 
@@ -430,12 +430,7 @@ struct WorkLists {
 }
 
 impl WorkLists {
-    fn new(
-        batch: &Batch<'_>,
-        layout: &KvLayout,
-        options: &AttentionOptions,
-        tiles: &Tiles,
-    ) -> Result<Self, PlanError> {
+    fn new(batch: &Batch<'_>, layout: &KvLayout, options: &AttentionOptions, tiles: &Tiles) -> Result<Self, PlanError> {
         let geometry = layout.geometry();
         let group = geometry.group();
         check_rows(batch.total_q(), geometry, tiles)?;

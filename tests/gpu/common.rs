@@ -9,8 +9,7 @@ use std::time::Instant;
 
 use paged_attention::kernels::{AdapterFacts, KernelConfig, KernelId, Tiles, Variants};
 use paged_attention::{
-    Case, Computed, Dtype, HeadGeometry, KvSource, Output, PageSize, Report, RunError, RunOptions, Runner, adapter,
-    verify, wgpu,
+    Case, Computed, Dtype, HeadGeometry, Output, PageSize, Report, RunError, RunOptions, Runner, adapter, verify, wgpu,
 };
 use paged_attention_cases::{CaseSpec, Heads, KvInput, append_page_ids, build, write_case};
 
@@ -57,12 +56,7 @@ impl Gpu {
     pub fn run(&self, case: &Case, options: &RunOptions) -> Result<Output, RunError> {
         let variants = match options.variants {
             Some(variants) => variants,
-            None => {
-                let kv = match case.kv() {
-                    KvSource::Contiguous { k, .. } | KvSource::Paged { k_pages: k, .. } => k.dtype(),
-                };
-                self.variants(case.geometry(), case.q().dtype(), kv, options.out_dtype)?
-            }
+            None => self.variants(|base| options.kernels(case, base), case.geometry())?,
         };
         // A test that failed while it held the lock left no half-made state: a run either returns or has no effect.
         let mut runner = self.runner.lock().unwrap_or_else(PoisonError::into_inner);
@@ -71,7 +65,11 @@ impl Gpu {
 
     /// The variants that all tests use: the runner's choice, or what `PAGED_ATTENTION_VARIANTS` says: `base` for those
     /// without subgroups, `gpu` for those that a GPU with the adapter's subgroups would get.
-    pub fn variants(&self, geometry: &HeadGeometry, q: Dtype, kv: Dtype, out: Dtype) -> Result<Variants, RunError> {
+    pub fn variants(
+        &self,
+        config: impl Fn(Variants) -> KernelConfig,
+        geometry: &HeadGeometry,
+    ) -> Result<Variants, RunError> {
         let mut runner = self.runner.lock().unwrap_or_else(PoisonError::into_inner);
         let facts = AdapterFacts::new(runner.adapter_info(), runner.device());
         let base = Variants::base(&facts, geometry);
@@ -80,7 +78,7 @@ impl Gpu {
             Ok("gpu") => Ok(Variants::candidates(&AdapterFacts { cpu: false, ..facts }, geometry)[0]),
             Ok(other) => panic!("PAGED_ATTENTION_VARIANTS is {other:?}; base or gpu is needed"),
             Err(_) => {
-                let choice = runner.choose(&KernelConfig { geometry: *geometry, q, kv, out, variants: base })?;
+                let choice = runner.choose(&config(base))?;
                 assert_eq!(choice.stepped_down, [], "a variant failed its self-test");
                 Ok(choice.variants)
             }
@@ -221,7 +219,7 @@ fn shape_and_rows(case: &Case, output: &Output) -> Result<(), String> {
     let mut index = 0;
     for (seq, (q_len, kv_len)) in case.lengths().into_iter().enumerate() {
         for row in 0..q_len {
-            let seen = case.options().visible_keys(q_len, kv_len, row);
+            let seen = case.options().visible(q_len, kv_len, row).end;
             for head in 0..heads {
                 let (out, lse) = (&output.out[index * dim..(index + 1) * dim], output.lse[index]);
                 let place = format!("sequence {seq}, row {row}, head {head}");

@@ -48,7 +48,7 @@ fn each_row(case: &Case, output: &Output, mut check: impl FnMut(usize, u32, u32,
         for row in 0..q_len {
             let rows = rows_of(case, output, seq, row, row + 1);
             for (head, out) in (0..heads).zip(rows.out.chunks(dim)) {
-                check(seq, case.options().visible_keys(q_len, kv_len, row), head, out);
+                check(seq, case.options().visible(q_len, kv_len, row).end, head, out);
             }
         }
     }

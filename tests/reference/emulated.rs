@@ -103,7 +103,7 @@ impl Kernel {
             let kv = case.sequence_kv(seq).unwrap();
             run.chains.push(self.chains(dim, kv_len as usize));
             for row in 0..q_len {
-                let seen = options.visible_keys(q_len, kv_len, row) as usize;
+                let seen = options.visible(q_len, kv_len, row).end as usize;
                 for head in 0..geometry.q_heads() as usize {
                     let (k, v) = (&kv.k(head / group)[..seen * dim], &kv.v(head / group)[..seen * v_dim]);
                     let (out, lse) = self.row(device, q_rows.next().unwrap(), k, v, v_dim, factor);

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 
 use paged_attention::budget::{BudgetError, KvShape, Lengths, MemoryConfig, MemoryModel};
 use paged_attention::kernels::{AdapterFacts, Variants};
-use paged_attention::{AttentionConfig, AttentionOptions, Dtype, GeometryError, HeadGeometry, KvLayout};
+use paged_attention::{AttentionConfig, AttentionOptions, Dtype, Extras, GeometryError, HeadGeometry, KvLayout};
 use thiserror::Error;
 
 pub use args::BudgetArgs;
@@ -115,7 +115,7 @@ fn fit(args: &BudgetArgs, lengths: &Lengths, memory: u64) -> Result<Memory, Unus
     let layout = KvLayout::new(geometry, dtype, args.page_size, 1).map_err(BudgetError::from)?;
     let options = AttentionOptions::new(&geometry).with_causal(true);
     let config = MemoryConfig {
-        attention: AttentionConfig { q: Dtype::F32, out: Dtype::F32, layout, options },
+        attention: AttentionConfig { q: Dtype::F32, out: Dtype::F32, layout, options, extras: Extras::NONE },
         variants: Variants::base(&AdapterFacts::PLAIN_GPU, &geometry),
         layers: args.layers,
         prefill_rows: flags.prefill_rows.unwrap_or(u32::MAX),
