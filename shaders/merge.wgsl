@@ -4,7 +4,7 @@
 // split. V_CHUNKS lanes share a row, a chunk of 8 elements each.
 // Folding from the left keeps a row's bits the same however many empty splits follow its last key.
 //
-// Workgroup memory: none. Preconditions: see lib/attention.wgsl; V_CHUNKS <= LANES (`HEAD_DIM_MAX`).
+// Workgroup memory: none. Preconditions: see lib/attention.wgsl; V_CHUNKS <= LANES (`V_HEAD_DIM_MAX`).
 
 @compute @workgroup_size(LANES)
 fn merge(

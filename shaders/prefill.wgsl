@@ -41,9 +41,12 @@ fn prefill(
     let k_key_$i = (${i * PREFILL_SUBGROUP}u + subgroup_lane) / QK_CHUNKS;
     let k_chunk_$i = (${i * PREFILL_SUBGROUP}u + subgroup_lane) % QK_CHUNKS;
     //end
+    //if LATENT
+    //else
     //each i V_LOADS
     let v_key_$i = (${i * PREFILL_SUBGROUP}u + subgroup_lane) / V_CHUNKS;
     let v_chunk_$i = (${i * PREFILL_SUBGROUP}u + subgroup_lane) % V_CHUNKS;
+    //end
     //end
     //end
 
@@ -126,7 +129,10 @@ fn prefill(
         state_$r = RowState(m_$r, fma(state_$r.l, rescale_$r, sum_$r));
         //end
 
+        // Latent values are registers of the keys already.
         //if PREFILL_SUBGROUP
+        //if LATENT
+        //else
         //each i V_LOADS
         var v_offset_$i = v_row_0;
         //each k 1 STEP_KEYS
@@ -135,14 +141,22 @@ fn prefill(
         let values_$i = load_kv(v_offset_$i, v_chunk_$i, V_HEAD_DIM);
         //end
         //end
+        //end
         //each c V_CHUNKS
         {
             //each k STEP_KEYS
             //if PREFILL_SUBGROUP
+            //if LATENT
+            let value_$k = Chunk(
+                subgroupBroadcast(keys_${k * QK_CHUNKS + c / PREFILL_SUBGROUP}.lo, ${k * QK_CHUNKS + c % PREFILL_SUBGROUP}u),
+                subgroupBroadcast(keys_${k * QK_CHUNKS + c / PREFILL_SUBGROUP}.hi, ${k * QK_CHUNKS + c % PREFILL_SUBGROUP}u),
+            );
+            //else
             let value_$k = Chunk(
                 subgroupBroadcast(values_${k * V_CHUNKS + c / PREFILL_SUBGROUP}.lo, ${k * V_CHUNKS + c % PREFILL_SUBGROUP}u),
                 subgroupBroadcast(values_${k * V_CHUNKS + c / PREFILL_SUBGROUP}.hi, ${k * V_CHUNKS + c % PREFILL_SUBGROUP}u),
             );
+            //end
             //else
             let value_$k = load_kv(v_row_$k, $cu, V_HEAD_DIM);
             //end

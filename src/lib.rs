@@ -46,7 +46,7 @@ pub use case::{
     SEQUENCE_BYTES_MAX, SOFTCAP_MAX, SOFTCAP_MIN, SequenceKv,
 };
 pub use chains::Chains;
-pub use geometry::{Dtype, GeometryError, HEAD_DIM_MAX, HeadGeometry, PageSize, ROW_ALIGN, padded_dim};
+pub use geometry::{Dtype, GeometryError, HEAD_DIM_MAX, HeadGeometry, PageSize, ROW_ALIGN, V_HEAD_DIM_MAX, padded_dim};
 pub use kernels::{BuildError, KernelConfig, Kernels, Modifiers};
 pub use kv::{Append, AppendCall, AppendError, AppendPlan, AppendSource, KvLayout, LayoutError, RowLayout};
 pub use plan::{DevicePlan, Plan, PlanError, UploadError};

@@ -133,7 +133,12 @@ fn case(config: &KernelConfig) -> Result<Case, SelfTestError> {
         return Err(SelfTestError::Setup(format!("{group} query heads share a KV head; at most {GROUP_MAX} may")));
     }
     // One KV head does; the number of heads is not compiled in.
-    let geometry = HeadGeometry::with_v_head_dim(group, 1, dims.0, dims.1).map_err(CaseError::from)?;
+    let geometry = if config.geometry.is_latent() {
+        HeadGeometry::latent(group, dims.0, dims.1)
+    } else {
+        HeadGeometry::with_v_head_dim(group, 1, dims.0, dims.1)
+    };
+    let geometry = geometry.map_err(CaseError::from)?;
     let lengths = lengths(group);
     let ends = |length: fn(&(u32, u32)) -> u32| {
         let mut end = 0;
@@ -153,7 +158,8 @@ fn case(config: &KernelConfig) -> Result<Case, SelfTestError> {
     };
     let q = tensor(1, config.q, q_rows, group, dims.0)?;
     let k = tensor(2, config.kv, kv_rows, 1, dims.0)?;
-    let v = tensor(3, config.kv, kv_rows, 1, dims.1)?;
+    let v =
+        if geometry.is_latent() { k.first_of_rows(dims.1 as usize) } else { tensor(3, config.kv, kv_rows, 1, dims.1)? };
     let (options, extras) = config.modifiers.example(&geometry);
     let case = Case::new(geometry, options.with_causal(true), q, q_indptr, KvSource::Contiguous { k, v, kv_indptr })?;
     let pairs = case.score_indptr().last().copied().unwrap_or(0) as usize;

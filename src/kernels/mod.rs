@@ -79,13 +79,21 @@ impl Modifiers {
 }
 
 /// See [`KernelConfig::pipeline_key`].
-pub type PipelineKey = (u32, u32, u32, [Dtype; 3], Modifiers, Variants);
+pub type PipelineKey = (u32, u32, u32, bool, [Dtype; 3], Modifiers, Variants);
 
 impl KernelConfig {
     /// Equal for two configurations exactly if the same pipelines serve both.
     pub fn pipeline_key(&self) -> PipelineKey {
         let Self { geometry, q, kv, out, modifiers, variants } = *self;
-        (geometry.group(), geometry.head_dim(), geometry.v_head_dim(), [q, kv, out], modifiers, variants)
+        (
+            geometry.group(),
+            geometry.head_dim(),
+            geometry.v_head_dim(),
+            geometry.is_latent(),
+            [q, kv, out],
+            modifiers,
+            variants,
+        )
     }
 
     /// The tile sizes.

@@ -160,6 +160,7 @@ fn constants(config: &KernelConfig) -> Vec<(&'static str, u32)> {
         ("GROUP", geometry.group()),
         ("HEAD_DIM", geometry.head_dim()),
         ("V_HEAD_DIM", geometry.v_head_dim()),
+        ("LATENT", geometry.is_latent().into()),
         ("QK_CHUNKS", tiles.qk_chunks),
         ("V_CHUNKS", tiles.v_chunks),
         ("V_VECS", 2 * tiles.v_chunks),

@@ -177,7 +177,8 @@ fn prefill(facts: &AdapterFacts, geometry: &HeadGeometry, subgroup: u32) -> Pref
             // Broadcasts cost less than loads from one address: fewer rows per load are enough where rows are short.
             (..=128, 1..) => 3,
             (..=256, 1..) => 4,
-            _ => 2,
+            (..=512, _) => 2,
+            _ => 1,
         };
         // One subgroup, or two small ones: there is no occupancy to gain, and few rows are idle at a prompt's end.
         let lanes = subgroup.max(8);

@@ -105,6 +105,7 @@ impl AppendPlan {
             return Err(AppendError::SameSlot { page: slot / page_size, slot: slot % page_size });
         }
         let source = SourceVectors::new(layout, slots.len() as u32)?;
+        let [k_row_vectors, v_row_vectors] = layout.row_vectors();
         let params = AppendParams {
             k_rows: *layout.k_rows(),
             v_rows: *layout.v_rows(),
@@ -113,8 +114,8 @@ impl AppendPlan {
             page_size,
             page_count: layout.page_count(),
             groups: (source.k + source.v).div_ceil(LANES),
-            k_row_vectors: layout.k_rows().slot_stride,
-            v_row_vectors: layout.v_rows().slot_stride,
+            k_row_vectors,
+            v_row_vectors,
             padding: 0,
         };
         Ok(Self { layout: *layout, params, source, slots })
@@ -151,7 +152,7 @@ impl SourceVectors {
     pub fn new(layout: &KvLayout, tokens: u32) -> Result<Self, AppendError> {
         let limit = u32::MAX - LANES;
         let rows = u64::from(tokens) * u64::from(layout.geometry().kv_heads());
-        let [k, v] = [layout.k_rows(), layout.v_rows()].map(|row| rows.saturating_mul(row.slot_stride.into()));
+        let [k, v] = layout.row_vectors().map(|vectors| rows.saturating_mul(vectors.into()));
         let needed = k.saturating_add(v);
         if needed > limit.into() {
             return Err(AppendError::TooLarge { needed, limit: limit.into() });
@@ -170,7 +171,7 @@ impl SourceVectors {
 pub struct AppendSource<'a> {
     /// Key rows `[tokens, kv_heads, head_dim]` in the pool's type, padded to multiples of [`crate::ROW_ALIGN`] elements.
     pub k: wgpu::BufferBinding<'a>,
-    /// Value rows `[tokens, kv_heads, v_head_dim]`, alike.
+    /// Value rows `[tokens, kv_heads, v_head_dim]`, alike; any buffer where values are part of the keys.
     pub v: wgpu::BufferBinding<'a>,
     /// The layer's pages.
     pub kv: wgpu::BufferBinding<'a>,

@@ -63,7 +63,7 @@ impl Owned {
 fn batch() -> impl Strategy<Value = Owned> {
     let q_len = prop_oneof![Just(1_u32), Just(0), 2_u32..20, 14_u32..70, 100_u32..300];
     let kv_len = prop_oneof![Just(0_u32), 1_u32..40, 250_u32..260, 500_u32..520, 0_u32..3000];
-    let heads = (1_u32..5, prop_oneof![1_u32..5, 5_u32..40], 1_u32..257, 1_u32..257);
+    let heads = (1_u32..5, prop_oneof![1_u32..5, 5_u32..40], 1_u32..577, 1_u32..513);
     let plain = prop_oneof![Just(AdapterFacts::PLAIN_GPU), Just(AdapterFacts::PLAIN_CPU)];
     let facts = (plain, prop::option::of(prop::sample::select(SUBGROUP_SIZES.to_vec())))
         .prop_map(|(plain, size)| size.map_or(plain, |size| plain.with_subgroups(size)));

@@ -558,9 +558,9 @@ fn fault_21_host_and_kernel_disagree() {
     noticed(gpu, "21 decode", &decode("21"), &[edit_text(KernelId::Decode, keys, "const SPLIT_KEYS = 128u;".into())]);
     // Every geometry that is accepted fits the limits that the kernels promise to stay within.
     let limits = wgpu::Limits::default();
-    for dim in 1..=256 {
+    for dim in 1..=512 {
         for group in (1..=71).chain([128, 1024]) {
-            let geometry = HeadGeometry::with_v_head_dim(group, 1, dim, 257 - dim).unwrap();
+            let geometry = HeadGeometry::with_v_head_dim(group, 1, 64 + dim, 513 - dim).unwrap();
             for variants in Variants::all(&geometry) {
                 let tiles = Tiles::new(&geometry, &variants);
                 assert!(tiles.decode_bytes() <= limits.max_compute_workgroup_storage_size, "{geometry:?}");
@@ -661,7 +661,9 @@ fn fault_37_a_loop_local_variable_that_keeps_its_value() {
 fn fault_38_tiles_that_do_not_fit() {
     let Some(gpu) = gpu() else { return };
     let runner = gpu.fresh_runner();
-    for heads in [Heads::new(8, 1, 256), Heads::new(16, 1, 1).with_v(256), Heads::new(3, 3, 111).with_v(17)] {
+    for heads in
+        [Heads::new(16, 1, 576).with_v(512), Heads::new(16, 1, 1).with_v(512), Heads::new(3, 3, 111).with_v(17)]
+    {
         let config = KernelConfig {
             geometry: heads.geometry().unwrap(),
             q: Dtype::Bf16,
