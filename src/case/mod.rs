@@ -27,11 +27,11 @@ pub const CASE_SCORES_MAX: u64 = 1 << 40;
 pub const CASE_BYTES_MAX: u64 = 1 << 36;
 
 /// The most bytes that a single sequence with query rows may take while it is checked: its keys and values in f32, and
-/// 96 bytes per key for the reference.
+/// 144 bytes per key for the reference.
 pub const SEQUENCE_BYTES_MAX: u64 = 1 << 34;
 
 /// Bytes per key that the reference and its bound keep beside a row, at most.
-pub(crate) const SCRATCH_BYTES_PER_KEY: u64 = 96;
+pub(crate) const SCRATCH_BYTES_PER_KEY: u64 = 144;
 
 /// The smallest soft cap.
 pub const SOFTCAP_MIN: f64 = 1.0 / SOFTCAP_MAX;

@@ -5,32 +5,41 @@
 //!
 //! | symbol | meaning |
 //! | --- | --- |
-//! | `s_j`, `A_j` | exact score `scale * q . k_j`; `abs(scale) * sum_i abs(q_i k_ji)` |
+//! | `s_j`, `A_j` | exact score, `scale * q . k_j` without options; `abs(scale) * sum_i abs(q_i k_ji)` |
 //! | `p_j`, `o`, `lse` | exact weights (they sum to 1), output and log-sum-exp |
 //! | `eps` | `2^-23`: WGSL leaves the direction of rounding open, so the unit is a whole unit in the last place |
 //! | `gamma(n)` | `n eps / (1 - n eps)`: `n` roundings in a chain (Higham 2002, lemma 3.1) |
 //!
 //! # What the kernel does
 //!
-//! 1. Scores are kept in units of log2: `x_j = (q . k_j) * c` or `(c q) . k_j`, with `c = scale * log2(e)` in f32.
+//! 1. Scores are kept in units of log2: `x_j = (q . k_j) * c` or `(c q) . k_j`, with `c = scale * log2(e)` in f32. Options
+//!    come in as under "Options of the scores".
 //! 2. A step takes in [`Chains::step_keys`] keys at successive positions, the first step from position 0, under one
 //!    running maximum: `m` is the largest `x_j` so far. (Fewer `step_keys` than a kernel's give a larger bound: 1 fits
 //!    every kernel that goes through a sequence, or each split of it, in order.)
 //! 3. Weights are `exp2(x_j - m)`. A step that moves the maximum from `m` to `m'` multiplies the sum `l` and the
 //!    accumulator by `exp2(m - m')`. **A step that does not move it multiplies by exactly 1**: by selection, or on
 //!    devices whose `exp2(0)` is 1. WGSL would let it be off by 3 units, once a step, which no useful bound survives.
+//!    A key that the row does not see (causal mask, window, mask, a bias of `-inf`) is no part of this: it moves no
+//!    maximum and adds to no sum, and a step without a visible key changes nothing.
 //! 4. Splits start at multiples of `step_keys`, with no maximum, and leave `(m, l, acc)`. They are folded from left to
 //!    right in the same way.
-//! 5. `out = acc / l`, by a division or by a reciprocal, then rounded to the output type; `lse = (m + log2 l) * ln 2`.
+//! 5. A sink joins last: `m' = max(m, sink log2(e))`, `l' = l f + exp2(sink log2(e) - m')`, `acc' = acc f`, with one
+//!    `f = exp2(m - m')`, which is exactly 1 where the sink is not above the maximum.
+//! 6. `out = acc / l`, by a division or by a reciprocal, then rounded to the output type; `lse = (m + log2 l) * ln 2`. With
+//!    a sink, `f / l'` may be made first.
 //!
 //! # Weights
+//!
+//! A sink is one more key here, of score `s = sink`, without a value, in a step of its own after all others.
 //!
 //! The largest computed score is a reference point that cancels. A kernel's weights, relative to their sum, are those
 //! of exact softmax over `s_j + d_j` with `abs(d_j) <= D_j`:
 //!
 //! ```text
 //! T_j = gamma(dot + 3) A_j + U                      the score: its dot product, and 3 for splitting a fused
-//!                                                   multiply-add, rounding `c`, and multiplying by it
+//!                                                   multiply-add, rounding `c`, and multiplying by it; more with
+//!                                                   options, and 2 eps abs(s) + U for a sink
 //! G_j = max_i (s_i + T_i) - (s_j - T_j)             at least the distance to the computed maximum
 //! D_j = T_j + eps (3 R_j + (2 log2(e) + 1) G_j)     exponentials and their arguments
 //! ```
@@ -42,6 +51,38 @@
 //! above the largest `s_i - T_i` of the steps `u .. t`: that is so wherever splits begin, since a split's maximum is
 //! over at least those steps. The number of steps that set a record grows like the logarithm of their number on
 //! unordered data. `U` covers numbers below `2^-126`, which may be flushed to zero anywhere.
+//!
+//! # Options of the scores
+//!
+//! Each takes a score with its error `T` to the next. What is added may be added by a fused multiply-add, or by a product
+//! and a sum; constants that hold `log2(e)` are rounded once.
+//!
+//! *Soft cap* `C`: the kernel makes `x = scale q . k / C` as above, `(q . k) * c` or `(c q) . k` with `c = scale / C`; then
+//! `y = abs(x) * 2 log2(e)`, `e = exp2(-y)`, `t = (1 - e) / (1 + e)`, and `t * (C log2(e))` with the sign of `x`. Let
+//! `T_x = gamma(dot + 3) A / C + U` be the error of `x`, `near = max(abs(x) - T_x, 0)` and `far = abs(x) + T_x` the ends of
+//! where the computed one can be, and `S = 1 - tanh(near)^2`, the largest slope of `tanh` there. The argument is off by
+//! `T_x` and by the two roundings of `y`; a relative error `d` of `e` moves `t` by `2 e d / (1 + e)^2 = S d / 2`, with
+//! `d <= (3 + 2 y) eps` by the exponential; the difference, the sum, the quotient (2.5), the constant and the product are
+//! relative to the result:
+//!
+//! ```text
+//! T <- C min(2 + 16 eps, S (T_x + 2 eps far + eps (1.5 + 2 log2(e) far)) + 6.5 eps min(far, 1) + U)
+//! ```
+//!
+//! which is at most about `10 eps C` beside what the dot product brings, and `6.5 eps C` where the cap is reached.
+//!
+//! *ALiBi* adds `a = slope * d`, `d = j - pos`, a difference of integers as one f32: exact up to 2^24, rounded once beyond.
+//! The slope's constant and the product are 2 roundings:
+//!
+//! ```text
+//! T <- T + (2 or 3) eps abs(a) + eps abs(s + a) + U
+//! ```
+//!
+//! *Bias* adds `b` times the constant `log2(e)`:
+//!
+//! ```text
+//! T <- T + 2 eps abs(b) + eps abs(s + b) + U
+//! ```
 //!
 //! # From weights to the output
 //!
@@ -64,16 +105,18 @@
 //! `sum_j c_j (1 - p_j)` is taken, since `abs(v_j - o) <= (1 - p_j) max_i abs(v_j - v_i)`. As `o'` is a mean of values,
 //! the largest `abs(v_j - o)` bounds its distance too. Call the smallest of these `B`.
 //!
-//! Let `S'` bound `sum_j p'_j abs(v_j)`: the first way gives `e^(max D + E) sum_j p_j abs(v_j)`, and the largest
-//! `abs(v_j)` always does. Then, with `H = accumulate + 1` (a product, then the sums),
+//! Let `V` bound `sum_j p'_j abs(v_j)`: the first way gives `e^(max D + E) sum_j p_j abs(v_j)`, and the largest `abs(v_j)`
+//! always does. Then, with `H = accumulate + 1` (a product, then the sums; 2 more with a sink, which rescales the sum and
+//! adds to it),
 //!
 //! ```text
-//! abs(out - o) <= B + gamma(H) / (1 - gamma(H)) (S' + abs(o) + B) + 3.5 eps (abs(o) + B + ...) + flushed + stored
+//! abs(out - o) <= B + gamma(H) / (1 - gamma(H)) (V + abs(o) + B) + 3.5 eps (abs(o) + B + ...) + flushed + stored
 //! abs(lse' - lse) <= ln(sum_j p_j e^(D_j)) + gamma(H) / (1 - gamma(H)) + ln 2 max(2^-21, 3 eps log2 l)
 //!                    + 3 eps (abs(lse) + ...) + flushed
 //! ```
 //!
-//! 3.5: a reciprocal may be off by 2.5 units, and its product is rounded. WGSL's `log2` is good to `2^-21` for `l` in
+//! 3.5: a reciprocal may be off by 2.5 units, and its product is rounded; 4.5 with a sink, whose factor is one more. A row
+//! that sees no key is exactly 0, whatever its sink. WGSL's `log2` is good to `2^-21` for `l` in
 //! `[0.5, 2]` and to 3 units elsewhere. `flushed` counts, per key, a weight, a product, two sums and a rescaled sum.
 //! `stored` is one unit of the output type, and what may be flushed in it. Terms of second order in `eps` are covered
 //! by a factor `1 + 2^-14`, as are the roundings of the reference and of this bound themselves (below `2^-28` of it).
@@ -100,6 +143,9 @@ const EPS: f64 = 1.0 / 8_388_608.0;
 
 /// `2^-126`, below which an f32 may be flushed to zero.
 const TINY: f64 = f32::MIN_POSITIVE as f64;
+
+/// `2^24`: whole numbers up to it are exact in f32.
+const EXACT_INTEGERS: u64 = 1 << 24;
 
 /// Covers second-order terms, and the rounding of the reference.
 const SECOND_ORDER: f64 = 1.0 + 1.0 / 16_384.0;
@@ -138,7 +184,7 @@ pub enum BoundError {
 pub struct Bounds {
     /// `[total_q, q_heads, v_head_dim]`; 0 in a row that sees no key.
     pub out: Vec<f64>,
-    /// `[total_q, q_heads]`; 0 in a row that sees no key.
+    /// `[total_q, q_heads]`; 0 in a row that sees no key and has no sink.
     pub lse: Vec<f64>,
 }
 
@@ -152,9 +198,9 @@ pub fn bounds(case: &Case, chains: &[Chains], out_dtype: Dtype) -> Result<Bounds
     let mut all = Bounds { out: Vec::new(), lse: Vec::new() };
     let work = |problem: &Problem<'_>, (dense, bound): &mut (DenseRow, RowBound), row, head| match problem
         .row(row, head)
-        .and_then(|task| Some((task, chains.get(task.seq)?)))
+        .and_then(|task| Some((chains.get(task.seq)?, task)))
     {
-        Some((task, chains)) => {
+        Some((chains, task)) => {
             dense.attend(&task);
             bound.fill(&task, dense, *chains, out_dtype);
             (bound.out.clone(), bound.lse)
@@ -196,6 +242,8 @@ pub(crate) struct RowBound {
     /// `c_j`.
     coefficient: Vec<f64>,
     second: Extremes,
+    /// `[steps]`: where the scores of each step with a visible key end.
+    step_ends: Vec<usize>,
     rescales: Rescales,
     absolute: Vec<f64>,
     distance: Vec<f64>,
@@ -225,18 +273,21 @@ impl RowBound {
         self.make_coefficients(dense, small, mean);
         self.sum_values(task, dense, small);
 
-        let sum_chain = gamma(chains.accumulate.saturating_add(1));
+        let (sink_roundings, sink_factor) = if task.sink.is_some() { (2, 1.0) } else { (0, 0.0) };
+        let sum_chain = gamma(chains.accumulate.saturating_add(1 + sink_roundings));
         let sum_chain = sum_chain / (1.0 - sum_chain);
         let keys = dense.score.len() as f64;
         let stretch = if small { (delta_max + mean).exp() } else { f64::INFINITY };
-        let elements = self.out.iter_mut().zip(&dense.out).zip(task.v_max);
+        // Without a key, there is nothing that could be off.
+        let seen = if task.keys.is_empty() { &[] } else { task.v_max };
+        let elements = self.out.iter_mut().zip(&dense.out).zip(seen);
         let sums = self.absolute.iter().zip(&self.distance).zip(&self.distance_max);
         for (((bound, out), v_max), ((absolute, distance), distance_max)) in elements.zip(sums) {
             let weights = if small { *distance } else { distance.min(*distance_max) };
             let reach = out.abs() + weights;
             let absolute = (stretch * absolute).min(*v_max);
             let sums = sum_chain * (absolute + reach);
-            let division = 3.5 * EPS * (reach + sums);
+            let division = (3.5 + sink_factor) * EPS * (reach + sums);
             let flushed = TINY * (keys * (2.0 * v_max + 5.0) + 3.0);
             let total = (weights + sums + division + flushed) * SECOND_ORDER;
             *bound = total + stored(out.abs(), total, out_dtype);
@@ -255,33 +306,72 @@ impl RowBound {
         self.share.clear();
         self.share.extend(dense.weight.iter().map(|weight| weight / dense.weight_sum));
 
-        let scale = task.scale.abs();
-        let q_sum: f64 = task.q.iter().map(|x| f64::from(x.abs())).sum();
-        // Flushed to zero: inputs, products and sums of either way to scale, and the score itself.
-        let ways = 2.0 * task.head_dim as f64;
-        let flushed = TINY * (scale * (ways + q_sum + task.k_sum_max) + task.k_sum_max + ways + 1.0);
-        // A factor below 2^-126 may be flushed, which takes the whole score with it.
-        let lost = if scale * LOG2_E < TINY * 1.001 { 1.0 } else { 0.0 };
-        let chain = gamma(chains.dot.saturating_add(3)) + lost;
-        self.score.clear();
-        self.score.extend(dense.magnitude.iter().map(|magnitude| chain * magnitude + flushed));
-
+        self.fill_score_errors(task, dense, chains.dot);
+        self.fill_step_ends(task, chains.step_keys);
         let ends = || dense.score.iter().zip(&self.score);
         let top = ends().map(|(score, error)| score + error).fold(f64::NEG_INFINITY, f64::max);
         let bottom = ends().map(|(score, error)| score - error).fold(f64::NEG_INFINITY, f64::max);
-        self.rescales.count(&dense.score, &self.score, chains.step_keys as usize);
-        let step_rescales = self.rescales.per_step.iter();
-        let steps = dense.score.chunks(chains.step_keys as usize).zip(self.score.chunks(chains.step_keys as usize));
+        self.rescales.count(&dense.score, &self.score, &self.step_ends);
         self.delta.clear();
-        for ((scores, errors), rescales) in steps.zip(step_rescales) {
+        let mut keys = ends();
+        for (end, rescales) in self.step_ends.iter().zip(&self.rescales.per_step) {
             // The weight itself, the fold of its split, and the steps that can move the maximum.
             let exponentials = 3.0 * (2.0 + f64::from(*rescales));
-            self.delta.extend(scores.iter().zip(errors).map(|(score, error)| {
+            let step = keys.by_ref().take(end - self.delta.len());
+            self.delta.extend(step.map(|(score, error)| {
                 let distance = top - (score - error);
                 (error + EPS * (exponentials + (2.0 * LOG2_E + 1.0) * distance)) * SECOND_ORDER
             }));
         }
         bottom
+    }
+
+    /// Fills `score`.
+    fn fill_score_errors(&mut self, task: &RowTask<'_>, dense: &DenseRow, dot_chain: u32) {
+        // What a kernel multiplies `q . k` by.
+        let cap = task.softcap.unwrap_or(1.0);
+        let factor = task.scale.abs() / cap;
+        let q_sum: f64 = task.q.iter().map(|x| f64::from(x.abs())).sum();
+        // Flushed to zero: inputs, products and sums of either way to scale, and the score itself.
+        let ways = 2.0 * task.head_dim as f64;
+        let flushed = TINY * (factor * (ways + q_sum + task.k_sum_max) + task.k_sum_max + ways + 1.0);
+        // A factor below 2^-126 may be flushed, which takes the whole score with it.
+        let lost = if factor * LOG2_E < TINY * 1.001 { 1.0 } else { 0.0 };
+        let chain = gamma(dot_chain.saturating_add(3)) + lost;
+        self.score.clear();
+        let keys = task.keys.iter().zip(dense.scaled.iter().zip(&dense.magnitude));
+        self.score.extend(keys.enumerate().map(|(index, (key, (scaled, magnitude)))| {
+            let of_dot = chain * (magnitude / cap) + flushed;
+            let (mut score, mut error) = match task.softcap {
+                Some(cap) => (cap * (scaled / cap).tanh(), cap * tanh_error((scaled / cap).abs(), of_dot)),
+                None => (*scaled, of_dot),
+            };
+            if let Some(slope) = task.slope {
+                let (distance, added) = ((i64::from(*key) - task.position).unsigned_abs(), task.alibi(*key));
+                let roundings = if distance > EXACT_INTEGERS { 3.0 } else { 2.0 };
+                let flushed = TINY * (distance as f64 + slope.abs() + 2.0);
+                score += added;
+                error += EPS * (roundings * added.abs() + score.abs()) + flushed;
+            }
+            if task.bias.is_some() {
+                let added = task.bias(index);
+                score += added;
+                error += EPS * (2.0 * added.abs() + score.abs()) + 4.0 * TINY;
+            }
+            error
+        }));
+        self.score.extend(task.sink.map(|sink| 2.0 * EPS * sink.abs() + 4.0 * TINY));
+    }
+
+    /// Fills `step_ends`. Steps are counted from position 0, whatever of them is hidden.
+    fn fill_step_ends(&mut self, task: &RowTask<'_>, step_keys: u32) {
+        self.step_ends.clear();
+        let mut end = 0;
+        for step in task.keys.chunk_by(|a, b| a / step_keys == b / step_keys) {
+            end += step.len();
+            self.step_ends.push(end);
+        }
+        self.step_ends.extend(task.sink.map(|_| end + 1));
     }
 
     /// Fills `coefficient`, and `second` unless the deltas are small.
@@ -320,7 +410,7 @@ impl RowBound {
             sums.clear();
             sums.resize(task.v_head_dim, 0.0);
         }
-        let keys = self.share.iter().zip(&self.coefficient).zip(task.v.chunks_exact(task.v_head_dim));
+        let keys = self.share.iter().zip(&self.coefficient).zip(task.seen_v());
         for ((p, coefficient), v) in keys {
             let sums = self.absolute.iter_mut().zip(&mut self.distance);
             for (((absolute, distance), v), out) in sums.zip(v).zip(&dense.out) {
@@ -334,7 +424,25 @@ impl RowBound {
                 }
             }
         }
+        // The sink, whose value is 0.
+        if let Some(coefficient) = self.coefficient.get(task.keys.len()) {
+            let sums = self.distance.iter_mut().zip(&mut self.distance_max).zip(&dense.out);
+            for ((distance, max), out) in sums {
+                *distance += coefficient * out.abs();
+                *max = f64::max(*max, out.abs());
+            }
+        }
     }
+}
+
+/// How far a kernel's `tanh(x)` may be off where its argument is off by `error`, the factor after it counted in. See
+/// "Options of the scores".
+fn tanh_error(x: f64, error: f64) -> f64 {
+    let (near, far) = (f64::max(x - error, 0.0), x + error);
+    let e = (-2.0 * near).exp();
+    let slope = 4.0 * e / ((1.0 + e) * (1.0 + e));
+    let argument = error + EPS * (2.0 * far + 1.5 + 2.0 * LOG2_E * far) + TINY;
+    f64::min(slope * argument + 6.5 * EPS * far.min(1.0) + 4.0 * TINY, 2.0 + 16.0 * EPS)
 }
 
 /// `n` roundings in a chain: `|theta| <= n eps / (1 - n eps)`.
@@ -377,15 +485,17 @@ struct Rescales {
 impl Rescales {
     /// Step `t` counts for a key of step `u < t` if its largest `s_i + T_i` is above the largest `s_i - T_i` of all
     /// steps `u .. t`. So it counts for all `u` after the last step whose lower end it does not exceed.
-    fn count(&mut self, scores: &[f64], errors: &[f64], step_keys: usize) {
-        let steps = scores.len().div_ceil(step_keys);
+    fn count(&mut self, scores: &[f64], errors: &[f64], step_ends: &[usize]) {
+        let steps = step_ends.len();
         self.open.clear();
         self.change.clear();
         self.change.resize(steps + 1, 0);
-        for (t, (scores, errors)) in scores.chunks(step_keys).zip(errors.chunks(step_keys)).enumerate() {
-            let ends = || scores.iter().zip(errors);
-            let upper = ends().map(|(score, error)| score + error).fold(f64::NEG_INFINITY, f64::max);
-            let lower = ends().map(|(score, error)| score - error).fold(f64::NEG_INFINITY, f64::max);
+        let (mut keys, mut start) = (scores.iter().zip(errors), 0);
+        for (t, end) in step_ends.iter().enumerate() {
+            let (mut upper, mut lower) = (f64::NEG_INFINITY, f64::NEG_INFINITY);
+            for (score, error) in keys.by_ref().take(end - start) {
+                (upper, lower) = (f64::max(upper, score + error), f64::max(lower, score - error));
+            }
             let blocked = self.open.partition_point(|(_, lower)| *lower >= upper);
             let first = blocked.checked_sub(1).and_then(|at| self.open.get(at)).map_or(0, |(u, _)| u + 1);
             // It counts for `first .. t`.
@@ -397,6 +507,7 @@ impl Rescales {
             }
             while self.open.pop_if(|(_, open)| *open <= lower).is_some() {}
             self.open.push((t, lower));
+            start = *end;
         }
         self.per_step.clear();
         let mut count = 0;
@@ -497,6 +608,11 @@ mod tests {
         (0..upper.len()).map(|u| (u + 1..upper.len()).filter(|t| can_move(u, *t)).count() as u32).collect()
     }
 
+    /// Ends of steps of `step_keys` among `n` scores.
+    fn step_ends(n: usize, step_keys: usize) -> Vec<usize> {
+        (0..n).step_by(step_keys).map(|start| n.min(start + step_keys)).collect()
+    }
+
     #[test]
     fn rescales_are_counted_as_defined() {
         let mut rescales = Rescales::default();
@@ -512,7 +628,7 @@ mod tests {
             }
             let range = [1e-9, 0.01, 0.3][seed as usize % 3];
             let errors = numbers(rng, n, range);
-            rescales.count(&scores, &errors, step_keys);
+            rescales.count(&scores, &errors, &step_ends(n, step_keys));
             assert_eq!(rescales.per_step, rescales_slowly(&scores, &errors, step_keys), "seed {seed}");
         }
     }
@@ -521,11 +637,11 @@ mod tests {
     fn rescales_grow_like_a_logarithm() {
         let rng = &mut StdRng::seed_from_u64(1);
         let (n, mut rescales) = (131_072, Rescales::default());
-        rescales.count(&numbers(rng, n, 1.0), &vec![1e-7; n], 1);
+        rescales.count(&numbers(rng, n, 1.0), &vec![1e-7; n], &step_ends(n, 1));
         let most = rescales.per_step.iter().copied().max();
         assert!(most < Some(40), "{most:?}");
         // What can be equal can move: nothing but the number of steps is known then.
-        rescales.count(&vec![1.0; n], &vec![1e-7; n], 1024);
+        rescales.count(&vec![1.0; n], &vec![1e-7; n], &step_ends(n, 1024));
         assert_eq!(rescales.per_step.first(), Some(&127));
     }
 

@@ -9,15 +9,17 @@ const PLAIN_KEYS: usize = 8;
 /// One row of dense attention, with what the error bound needs of it. Reused from row to row.
 #[derive(Debug, Default)]
 pub(crate) struct DenseRow {
-    /// `s_j = scale * q . k_j`, `[n]`.
-    pub score: Vec<f64>,
+    /// `scale * q . k_j`, `[n]`.
+    pub scaled: Vec<f64>,
     /// `A_j = |scale| * sum_i |q_i k_ji|`, `[n]`.
     pub magnitude: Vec<f64>,
-    /// `e^(s_j - max)`, `[n]`.
+    /// `s_j`: softly capped, with ALiBi and bias, `[n]`; then the sink, where there is one: a last key without a value.
+    pub score: Vec<f64>,
+    /// `e^(s_j - max)`, as many as there are scores.
     pub weight: Vec<f64>,
-    /// Sum of the weights: 1 or more, and 0 for a row without keys.
+    /// Sum of the weights: 1 or more, and 0 for a row without keys and sink.
     pub weight_sum: f64,
-    /// `ln(sum_j e^(s_j))`; `-inf` for a row without keys.
+    /// `ln(sum_j e^(s_j))`; `-inf` for a row without keys and sink.
     pub lse: f64,
     /// `[v_head_dim]`; zeros for a row without keys.
     pub out: Vec<f64>,
@@ -33,15 +35,20 @@ impl DenseRow {
         self.make_out(task);
     }
 
-    /// Fills `score` and `magnitude`.
+    /// Fills `scaled`, `magnitude` and `score`.
     pub(crate) fn make_scores(&mut self, task: &RowTask<'_>) {
-        self.score.clear();
+        self.scaled.clear();
         self.magnitude.clear();
-        for k in task.k.chunks_exact(task.head_dim) {
+        self.score.clear();
+        for (index, (key, k)) in task.keys.iter().zip(task.seen_k()).enumerate() {
             let (dot, absolute) = dot(task.q, k);
-            self.score.push(task.scale * dot);
+            let scaled = task.scale * dot;
+            let capped = task.softcap.map_or(scaled, |cap| cap * (scaled / cap).tanh());
+            self.scaled.push(scaled);
             self.magnitude.push(task.scale.abs() * absolute);
+            self.score.push(capped + task.alibi(*key) + task.bias(index));
         }
+        self.score.extend(task.sink);
     }
 
     /// The shifted softmax, whose rounding errors do not depend on the level of the scores (Blanchard, Higham and
@@ -62,16 +69,16 @@ impl DenseRow {
     fn make_out(&mut self, task: &RowTask<'_>) {
         self.sums.clear();
         self.sums.resize(task.v_head_dim, Sum::default());
-        for (weights, values) in self.weight.chunks(PLAIN_KEYS).zip(task.v.chunks(PLAIN_KEYS * task.v_head_dim)) {
-            self.part.clear();
-            self.part.resize(task.v_head_dim, 0.0);
-            for (weight, v) in weights.iter().zip(values.chunks_exact(task.v_head_dim)) {
-                for (part, v) in self.part.iter_mut().zip(v) {
-                    *part += weight * f64::from(*v);
-                }
+        self.part.clear();
+        self.part.resize(task.v_head_dim, 0.0);
+        for (index, (weight, v)) in self.weight.iter().zip(task.seen_v()).enumerate() {
+            for (part, v) in self.part.iter_mut().zip(v) {
+                *part += weight * f64::from(*v);
             }
-            for (sum, part) in self.sums.iter_mut().zip(&self.part) {
-                sum.add(*part);
+            if (index + 1) % PLAIN_KEYS == 0 || index + 1 == task.keys.len() {
+                for (sum, part) in self.sums.iter_mut().zip(&mut self.part) {
+                    sum.add(std::mem::take(part));
+                }
             }
         }
         self.out.clear();

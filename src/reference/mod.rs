@@ -27,14 +27,15 @@ pub(crate) use problem::Problem;
 pub struct Reference {
     /// `[total_q, q_heads, v_head_dim]`; exactly 0 in a row that sees no key.
     pub out: Vec<f64>,
-    /// `[total_q, q_heads]`, natural logarithm; `-inf` for a row that sees no key.
+    /// `[total_q, q_heads]`, natural logarithm, sinks included; `-inf` for a row that sees no key and has no sink.
     pub lse: Vec<f64>,
 }
 
 /// Dense attention: every score of a row is made and kept, then the softmax, then the weighted mean.
 ///
-/// Scores are off by at most `(head_dim / 8 + 5) * 2^-53 * |scale| * sum |q_i k_i|`; what follows adds at most
-/// `(16 + 2 ln n) * 2^-53 * max |V|` for `n` keys, the exponential being within one unit in the last place.
+/// Scores are off by at most `(head_dim / 8 + 5) * 2^-53 * |scale| * sum |q_i k_i|`, and by a few units in the last place
+/// of what soft cap, ALiBi and bias make of them; what follows adds at most `(16 + 2 ln n) * 2^-53 * max |V|` for `n` keys,
+/// the exponential being within one unit in the last place.
 pub fn dense(case: &Case) -> Reference {
     by_row(case, |problem, row, head| {
         let Some(task) = problem.row(row, head) else { return (Vec::new(), f64::NEG_INFINITY) };
@@ -50,7 +51,9 @@ pub fn online(case: &Case, block: NonZeroUsize) -> Reference {
         let Some(task) = problem.row(row, head) else { return (Vec::new(), f64::NEG_INFINITY) };
         let mut dense = DenseRow::default();
         dense.make_scores(&task);
-        let OnlineRow { out, lse } = online_row(&dense.score, task.v, task.v_head_dim, block);
+        let scores = dense.score.get(..task.keys.len()).unwrap_or_default();
+        let values: Vec<f32> = task.seen_v().flatten().copied().collect();
+        let OnlineRow { out, lse } = online_row(scores, &values, task.v_head_dim, block, task.sink);
         (out, lse)
     })
 }

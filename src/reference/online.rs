@@ -9,7 +9,7 @@ use super::sum::Sum;
 pub struct OnlineRow {
     /// `[v_head_dim]`; zeros for a row without keys.
     pub out: Vec<f64>,
-    /// Natural logarithm; `-inf` for a row without keys.
+    /// Natural logarithm, the sink included; `-inf` for a row without keys and sink.
     pub lse: f64,
 }
 
@@ -23,14 +23,23 @@ pub struct OnlineRow {
 /// acc' = e^(m - m') * acc + sum_j e^(s_j - m') * v_j
 /// ```
 ///
-/// and the row is `acc / l` at the end (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018).
-/// Sums are compensated, so that what is left is the rounding of the exponentials and of the products.
-pub fn online_row(scores: &[f64], values: &[f32], v_head_dim: usize, block: NonZeroUsize) -> OnlineRow {
+/// and the row is `acc / l` at the end (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018). A sink
+/// joins at the end, like a key without a value. Sums are compensated, so that what is left is the rounding of the
+/// exponentials and of the products.
+pub fn online_row(
+    scores: &[f64],
+    values: &[f32],
+    v_head_dim: usize,
+    block: NonZeroUsize,
+    sink: Option<f64>,
+) -> OnlineRow {
     let mut max = f64::NEG_INFINITY;
     let mut sum = Sum::default();
     let mut acc = vec![Sum::default(); v_head_dim];
-    for (scores, values) in scores.chunks(block.get()).zip(values.chunks(block.get().saturating_mul(v_head_dim.max(1))))
-    {
+    let dim = v_head_dim.max(1);
+    // The sink is a block of its own.
+    let keys = scores.chunks(block.get()).zip(values.chunks(block.get().saturating_mul(dim)));
+    for (scores, values) in keys.chain(sink.as_ref().map(|sink| (std::slice::from_ref(sink), &[][..]))) {
         let block_max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         if block_max > max {
             // Before the first key there is nothing to rescale, and -inf - -inf is never formed.
@@ -40,10 +49,11 @@ pub fn online_row(scores: &[f64], values: &[f32], v_head_dim: usize, block: NonZ
             }
             max = block_max;
         }
-        for (score, v) in scores.iter().zip(values.chunks_exact(v_head_dim.max(1))) {
+        let mut values = values.chunks_exact(dim);
+        for score in scores {
             let weight = (score - max).exp();
             sum.add(weight);
-            for (acc, v) in acc.iter_mut().zip(v) {
+            for (acc, v) in acc.iter_mut().zip(values.next().unwrap_or_default()) {
                 acc.add(weight * f64::from(*v));
             }
         }

@@ -9,14 +9,13 @@ const PART_BYTES: u128 = 1 << 28;
 
 /// The rows of some successive sequences of a case.
 pub(crate) struct Problem<'a> {
+    case: &'a Case,
     /// Of the whole case.
     q: &'a [f32],
     q_heads: usize,
     group: usize,
     head_dim: usize,
     v_head_dim: usize,
-    scale: f64,
-    causal: bool,
     seqs: Vec<Sequence>,
 }
 
@@ -34,22 +33,60 @@ struct Sequence {
 }
 
 /// One query row and head, with the keys and values that it sees.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct RowTask<'a> {
     pub seq: usize,
     /// `[head_dim]`.
     pub q: &'a [f32],
-    /// `[n, head_dim]`, key positions `0 .. n`.
+    /// Positions of the keys that the row sees, `[n]`, rising.
+    pub keys: Vec<u32>,
+    /// `[kv_len, head_dim]`, seen or not.
     pub k: &'a [f32],
-    /// `[n, v_head_dim]`.
+    /// `[kv_len, v_head_dim]`, seen or not.
     pub v: &'a [f32],
     pub head_dim: usize,
     pub v_head_dim: usize,
     pub scale: f64,
+    pub softcap: Option<f64>,
+    /// The head's ALiBi slope.
+    pub slope: Option<f64>,
+    /// The row's position, which is negative where there are more query rows than keys.
+    pub position: i64,
+    /// What is added to the scores of `keys`, `[n]`.
+    pub bias: Option<Vec<f32>>,
+    /// The head's sink.
+    pub sink: Option<f64>,
     /// Largest `sum_i |k_i|` of a key of the sequence.
     pub k_sum_max: f64,
     /// Largest `|v|` of the sequence in each dimension, `[v_head_dim]`; empty if the sequence has no keys.
     pub v_max: &'a [f64],
+}
+
+/// Row `index` of `[rows, dim]`; empty past the end.
+fn row_of(rows: &[f32], index: u32, dim: usize) -> &[f32] {
+    rows.get(index as usize * dim..).and_then(|rows| rows.get(..dim)).unwrap_or(&[])
+}
+
+impl RowTask<'_> {
+    /// The keys that the row sees, `[n]` of `[head_dim]`.
+    pub(crate) fn seen_k(&self) -> impl Iterator<Item = &[f32]> {
+        self.keys.iter().map(|key| row_of(self.k, *key, self.head_dim))
+    }
+
+    /// The values that the row sees, `[n]` of `[v_head_dim]`.
+    pub(crate) fn seen_v(&self) -> impl Iterator<Item = &[f32]> {
+        self.keys.iter().map(|key| row_of(self.v, *key, self.v_head_dim))
+    }
+
+    /// What ALiBi adds to the score of a key.
+    pub(crate) fn alibi(&self, key: u32) -> f64 {
+        self.slope.map_or(0.0, |slope| slope * (i64::from(key) - self.position) as f64)
+    }
+
+    /// What the bias adds to the score of key `index` of those seen.
+    pub(crate) fn bias(&self, index: usize) -> f64 {
+        self.bias.as_ref().and_then(|bias| bias.get(index)).map_or(0.0, |bias| f64::from(*bias))
+    }
 }
 
 impl<'a> Problem<'a> {
@@ -70,7 +107,7 @@ impl<'a> Problem<'a> {
         work(&Problem::new(case, &q, seqs, &lengths));
     }
 
-    fn new(case: &Case, q: &'a [f32], seqs: Range<usize>, lengths: &[(u32, u32)]) -> Self {
+    fn new(case: &'a Case, q: &'a [f32], seqs: Range<usize>, lengths: &[(u32, u32)]) -> Self {
         let geometry = case.geometry();
         let (head_dim, v_head_dim) = (geometry.head_dim() as usize, geometry.v_head_dim() as usize);
         let kv_heads = geometry.kv_heads() as usize;
@@ -96,13 +133,12 @@ impl<'a> Problem<'a> {
             Some(Sequence { seq, q_start, q_len: *q_len as usize, kv, k_sum_max, v_max })
         });
         Self {
+            case,
             q,
             q_heads: geometry.q_heads() as usize,
             group: geometry.group() as usize,
             head_dim,
             v_head_dim,
-            scale: case.options().scale,
-            causal: case.options().causal,
             seqs: seqs.collect(),
         }
     }
@@ -130,29 +166,51 @@ impl<'a> Problem<'a> {
         let sequence = self.seqs.get(seq)?;
         let (kv, kv_head) = (&sequence.kv, head / self.group);
         let i = row.checked_sub(sequence.q_start)?;
-        let seen = (0..kv.kv_len()).take_while(|j| self.sees(sequence, i, *j)).count();
+        let (mask, bias) =
+            (self.case.mask_row(sequence.seq, i as u32), self.case.bias_row(sequence.seq, i as u32, head));
+        let bias_of = |key: usize| bias.as_ref().map_or(Some(0.0), |bias| bias.get(key).copied());
+        let keys: Vec<u32> = (0..kv.kv_len())
+            .filter(|j| self.sees(sequence, i, *j))
+            .filter(|j| mask.is_none_or(|mask| mask.get(*j).is_some_and(|sees| *sees)))
+            .filter(|j| bias_of(*j) > Some(f32::NEG_INFINITY))
+            .map(|j| j as u32)
+            .collect();
+        let bias = bias.as_ref().map(|_| keys.iter().filter_map(|key| bias_of(*key as usize)).collect());
         let q_start = (row * self.q_heads + head) * self.head_dim;
         let v_max_start = kv_head * self.v_head_dim;
         let (k_sum_max, v_max): (f64, &[f64]) = match kv.kv_len() {
             0 => (0.0, &[]),
             _ => (*sequence.k_sum_max.get(kv_head)?, sequence.v_max.get(v_max_start..v_max_start + self.v_head_dim)?),
         };
+        let (options, extras) = (self.case.options(), self.case.extras());
+        let of_head = |values: &Option<Vec<f32>>| values.as_ref()?.get(head).map(|x| f64::from(*x));
         Some(RowTask {
             seq: sequence.seq,
             q: self.q.get(q_start..q_start + self.head_dim)?,
-            k: kv.k(kv_head).get(..seen * self.head_dim)?,
-            v: kv.v(kv_head).get(..seen * self.v_head_dim)?,
+            keys,
+            k: kv.k(kv_head),
+            v: kv.v(kv_head),
             head_dim: self.head_dim,
             v_head_dim: self.v_head_dim,
-            scale: self.scale,
+            scale: options.scale,
+            softcap: options.softcap,
+            slope: of_head(&extras.alibi_slopes),
+            position: kv.kv_len() as i64 - sequence.q_len as i64 + i as i64,
+            bias,
+            sink: of_head(&extras.sinks),
             k_sum_max,
             v_max,
         })
     }
 
-    /// The masking rule: query row `i` of a sequence sits at position `kv_len - q_len + i`, and a causal row sees the
-    /// keys at its own position and before. Written without differences, since that position may be negative.
+    /// Which keys causal mask and window leave: query row `i` of a sequence sits at position `pos = kv_len - q_len + i`,
+    /// and sees keys `pos - window_left ..= pos + window_right`, a causal row none after `pos`. Written without
+    /// differences, since that position may be negative.
     fn sees(&self, sequence: &Sequence, i: usize, j: usize) -> bool {
-        !self.causal || j + sequence.q_len <= sequence.kv.kv_len() + i
+        let options = self.case.options();
+        let (key, own) = ((j + sequence.q_len) as u64, (sequence.kv.kv_len() + i) as u64);
+        (!options.causal || key <= own)
+            && options.window_left.is_none_or(|left| own <= key + u64::from(left))
+            && options.window_right.is_none_or(|right| key <= own + u64::from(right))
     }
 }

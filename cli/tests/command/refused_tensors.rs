@@ -205,7 +205,7 @@ fn too_much() {
         refusal(
             "keys of a sequence",
             &File::on_one_page(&[0, 1], 40_000, 2_600_000_000),
-            &["sequence 0", "270400000016 bytes", "at most 17179869184"],
+            &["sequence 0", "395200000016 bytes", "at most 17179869184"],
         ),
         refusal(
             "keys of all",
