@@ -64,7 +64,12 @@ fn decode(
         }
     }
     //each r DECODE_ROWS
+    //if MASK
+    var scores_$r = score_row(seq, item.kv_head, item.first_row + min($ru, rows - 1u));
+    scores_$r.tested = item.runs != 1u || mask_run(item.first_run).tested;
+    //else
     let scores_$r = score_row(seq, item.kv_head, item.first_row + min($ru, rows - 1u));
+    //end
     //end
 
     //if DECODE_SUBGROUP

@@ -53,7 +53,11 @@ fn prefill(
     //each r ROWS_PER_LANE
     // A lane without a row repeats the last one and writes nothing.
     let row_$r = min(tile_row(item, $ru, lane), row_count - 1u);
+    //if MASK
+    var scores_$r = score_row(seq, item.kv_head, row_$r);
+    //else
     let scores_$r = score_row(seq, item.kv_head, row_$r);
+    //end
     let query_$r = query_row(seq, item.kv_head, row_$r);
     var state_$r = EMPTY_ROW;
     //each c QK_CHUNKS
@@ -64,20 +68,33 @@ fn prefill(
     //end
     //end
 
-    var at = cursor_at(seq, item.key_begin);
+    //if MASK
+    // Stretch by stretch; what the mask hides from all rows is not read.
+    for (var run = 0u; run < item.runs; run++) {
+    let stretch = mask_run(item.first_run + run);
+    let key_begin = stretch.key_begin;
+    let key_end = stretch.key_end;
+    //each r ROWS_PER_LANE
+    scores_$r.tested = stretch.tested;
+    //end
+    //else
+    let key_begin = item.key_begin;
+    let key_end = item.key_end;
+    //end
+    var at = cursor_at(seq, key_begin);
     // Steps lie at multiples of their size, wherever the keys begin.
-    var step = item.key_begin / STEP_KEYS * STEP_KEYS;
-    for (; step < item.key_end; step += STEP_KEYS) {
+    var step = key_begin / STEP_KEYS * STEP_KEYS;
+    for (; step < key_end; step += STEP_KEYS) {
         //each k STEP_KEYS
         if !at.page.exists {
             report_error(ERROR_PAGE_ID);
-            step = item.key_end;
+            step = key_end;
             break;
         }
         let k_row_$k = row_offset(params.k_rows, at.page.id, item.kv_head, at.slot);
         let v_row_$k = row_offset(params.v_rows, at.page.id, item.kv_head, at.slot);
         // The keys after this one, as far as there are any; before the first key there is none either.
-        at = advanced(at, step + $ku - item.key_begin < item.key_end - item.key_begin - 1u);
+        at = advanced(at, step + $ku - key_begin < key_end - key_begin - 1u);
         //end
 
         //each r ROWS_PER_LANE
@@ -172,9 +189,12 @@ fn prefill(
         //end
     }
 
-    if step < item.key_end {
+    if step < key_end {
         report_error(ERROR_CUT_SHORT);
     }
+    //if MASK
+    }
+    //end
 
     // The stores stand once for all rows of a lane: each is many blocks of code on llvmpipe, whose compiler takes time that
     // grows with their square.

@@ -36,6 +36,7 @@ struct Params {
     // First words of the plan's parts, and workgroups per kernel.
     page_ids: u32,
     masks: u32,
+    runs: u32,
     prefill_items: u32,
     prefill_groups: u32,
     decode_items: u32,
@@ -105,13 +106,42 @@ struct WorkItem {
     key_begin: u32,
     key_end: u32,
     kv_head: u32,
+    //if MASK
+    // The stretches of these keys that the mask leaves.
+    first_run: u32,
+    runs: u32,
+    //end
 }
 
 // The work item of workgroup `group` in the list that starts at word `items`: every item once per KV head.
 fn work_item(items: u32, group: u32) -> WorkItem {
-    let word = items + group / params.kv_heads * 4u;
-    return WorkItem(plan[word], plan[word + 1u], plan[word + 2u], plan[word + 3u], group % params.kv_heads);
+    let word = items + group / params.kv_heads * ITEM_WORDS;
+    return WorkItem(
+        plan[word],
+        plan[word + 1u],
+        plan[word + 2u],
+        plan[word + 3u],
+        group % params.kv_heads,
+        //if MASK
+        plan[word + 4u],
+        plan[word + 5u],
+        //end
+    );
 }
+
+//if MASK
+// Keys that lie one after the other: none of them hidden from a row of the item by the mask, or to be tested.
+struct Run {
+    key_begin: u32,
+    key_end: u32,
+    tested: bool,
+}
+
+fn mask_run(index: u32) -> Run {
+    let word = params.runs + index * 3u;
+    return Run(plan[word], plan[word + 1u], plan[word + 2u] != 0u);
+}
+//end
 
 // The rule of causal mask and window: the row of `token` sees keys `first_visible .. end_visible`, as far as there are
 // any. Bottom-right alignment: its position is kv_len - q_len + token.

@@ -17,6 +17,8 @@ struct ScoreRow {
     //end
     //if MASK
     mask: u32,
+    // Whether the mask is looked at. Not where it hides none of the keys from any row.
+    tested: bool,
     //end
     //if BIAS
     bias: u32,
@@ -49,6 +51,7 @@ fn score_row(seq: Sequence, kv_head: u32, row: u32) -> ScoreRow {
         //end
         //if MASK
         params.masks + seq.mask_begin + token * ((seq.kv_len + 31u) / 32u),
+        true,
         //end
         //if BIAS
         head * params.bias_head_stride + seq.bias_begin + token * seq.kv_len,
@@ -64,7 +67,9 @@ fn scored(row: ScoreRow, key: u32, s: f32) -> Score {
     visible = visible && key >= row.begin;
     //end
     //if MASK
-    visible = visible && ((plan[row.mask + key / 32u] >> (key % 32u)) & 1u) != 0u;
+    if row.tested {
+        visible = visible && ((plan[row.mask + key / 32u] >> (key % 32u)) & 1u) != 0u;
+    }
     //end
     var value = s;
     //if SOFTCAP

@@ -63,6 +63,7 @@ fn attention_parameters_agree() {
         bias_head_stride,
         page_ids,
         masks,
+        runs,
         prefill_items,
         prefill_groups,
         decode_items,

@@ -7,7 +7,7 @@ use super::tiles::{LANES, SPLIT_KEYS};
 use super::variant::{DecodeVariant, Variants};
 use super::{BuildError, KernelConfig, Modifiers};
 use crate::geometry::Dtype;
-use crate::plan::RECORD_WORDS;
+use crate::plan::{ITEM_WORDS, RECORD_WORDS};
 use crate::status::STATUS_WORDS;
 
 /// What all kernels share.
@@ -169,6 +169,7 @@ fn constants(config: &KernelConfig) -> Vec<(&'static str, u32)> {
         ("OUT_DTYPE", dtype_code(config.out)),
         ("STATUS_WORDS", STATUS_WORDS),
         ("SEQUENCE_WORDS", RECORD_WORDS as u32),
+        ("ITEM_WORDS", ITEM_WORDS as u32 + if modifiers.mask { 2 } else { 0 }),
         ("WINDOW", modifiers.window_left.into()),
         ("SOFTCAP", modifiers.softcap.into()),
         ("ALIBI", modifiers.alibi.into()),

@@ -145,8 +145,9 @@ impl Variants {
         if lanes == 0 || !lanes.is_multiple_of(subgroup.max(1)) {
             return refuse("prefill lanes are at least 1, and a multiple of the subgroup size");
         }
-        if !(1..=16).contains(&rows_per_lane) || !(1..=16).contains(&step_keys) {
-            return refuse("rows per lane and keys per step are 1 to 16");
+        // Stretches that a mask leaves begin at multiples of 32 keys, and so at a step.
+        if !(1..=16).contains(&rows_per_lane) || ![1, 2, 4, 8, 16].contains(&step_keys) {
+            return refuse("rows per lane are 1 to 16, and keys per step a power of two up to 16");
         }
         if split_keys == 0 || !split_keys.is_multiple_of(step_keys) {
             return refuse("keys per split are a multiple of the keys per step");

@@ -3,11 +3,14 @@
 //! The same batch gives the same plan, on every machine. What becomes of a sequence (its kernel, its splits)
 //! depends on that sequence alone, so its bits are the same in every batch.
 
+mod mask;
+
 use bytemuck::{Pod, Zeroable};
 use thiserror::Error;
 
 use std::ops::Range;
 
+use self::mask::{Mask, Run};
 use crate::batch::{Batch, BatchError, NO_PAGE};
 use crate::case::AttentionOptions;
 use crate::chains::Chains;
@@ -94,6 +97,7 @@ pub(crate) struct Params {
     pub bias_head_stride: u32,
     pub page_ids: u32,
     pub masks: u32,
+    pub runs: u32,
     pub prefill_items: u32,
     pub prefill_groups: u32,
     pub decode_items: u32,
@@ -154,12 +158,8 @@ impl Plan {
             return Err(PlanError::Softcap { found });
         }
         let geometry = layout.geometry();
-        let lists = WorkLists::new(batch, layout, options, tiles)?;
-        if let Some(found) = mask.map(<[bool]>::len)
-            && found as u64 != lists.score_pairs
-        {
-            return Err(PlanError::Mask { found, needed: lists.score_pairs });
-        }
+        let mask = mask.map(|mask| Mask::new(mask, batch)).transpose()?;
+        let lists = WorkLists::new(batch, layout, options, tiles, mask.as_ref())?;
         let kv_heads = geometry.kv_heads();
         let groups = |items: &[Item], what| {
             let needed = items.len() as u64 * u64::from(kv_heads);
@@ -167,16 +167,17 @@ impl Plan {
         };
         let mut words = Vec::with_capacity(lists.words as usize + batch.page_ids.len());
         words.extend(lists.sequences.iter().flatten());
+        let masked = mask.is_some();
         let mut list = |items: &[Item]| {
             let start = words.len() as u64;
-            words.extend(items.iter().flat_map(Item::words));
+            words.extend(items.iter().flat_map(|item| item.words(masked)));
             start
         };
         let starts = [list(&lists.prefill), list(&lists.decode), list(&lists.merge)];
         let masks = words.len() as u64;
-        if let Some(mask) = mask {
-            words.extend(packed_mask(mask, &lists.sequences));
-        }
+        words.extend(mask.into_iter().flat_map(|mask| mask.words));
+        let runs = words.len() as u64;
+        words.extend(lists.runs.iter().flat_map(Run::words));
         let page_ids = words.len() as u64;
         words.extend_from_slice(batch.page_ids);
         count("plan words", words.len() as u64)?;
@@ -194,6 +195,7 @@ impl Plan {
             bias_head_stride: if bias_per_head { count("elements of a head's bias", lists.score_pairs)? } else { 0 },
             page_ids: page_ids as u32,
             masks: masks as u32,
+            runs: runs as u32,
             prefill_items,
             prefill_groups: groups(&lists.prefill, "prefill workgroups")?,
             decode_items,
@@ -384,23 +386,11 @@ fn visible(options: &AttentionOptions, (q_len, kv_len): (u32, u32), rows: Range<
     first.start..last.end.max(first.start)
 }
 
-/// The bits of a mask, 32 keys a word; every row begins a word.
-fn packed_mask<'a>(mask: &'a [bool], sequences: &'a [[u32; RECORD_WORDS]]) -> impl Iterator<Item = u32> + 'a {
-    let mut rest = mask;
-    sequences.iter().flat_map(move |&[_, q_len, kv_len, ..]| {
-        let (own, others) = rest.split_at_checked(q_len as usize * kv_len as usize).unwrap_or((rest, &[]));
-        rest = others;
-        own.chunks(kv_len.max(1) as usize)
-            .flat_map(|row| row.chunks(32))
-            .map(|keys| keys.iter().enumerate().fold(0, |word, (bit, visible)| word | (u32::from(*visible) << bit)))
-    })
-}
-
 /// Words of a sequence's record in a plan.
 pub(crate) const RECORD_WORDS: usize = 9;
 
-/// Words of a work item.
-const ITEM_WORDS: usize = 4;
+/// Words of a work item; with a mask, two more.
+pub(crate) const ITEM_WORDS: usize = 4;
 
 /// Rows and keys of a sequence that one workgroup per KV head works on.
 #[derive(Clone, Copy, Debug)]
@@ -409,11 +399,15 @@ struct Item {
     first_row: u32,
     key_begin: u32,
     key_end: u32,
+    /// With a mask: its first run, and how many there are.
+    first_run: u32,
+    runs: u32,
 }
 
 impl Item {
-    fn words(&self) -> [u32; ITEM_WORDS] {
-        [self.seq, self.first_row, self.key_begin, self.key_end]
+    fn words(&self, masked: bool) -> impl Iterator<Item = u32> {
+        let words = [self.seq, self.first_row, self.key_begin, self.key_end, self.first_run, self.runs];
+        words.into_iter().take(if masked { ITEM_WORDS + 2 } else { ITEM_WORDS })
     }
 }
 
@@ -422,6 +416,7 @@ struct WorkLists {
     prefill: Vec<Item>,
     decode: Vec<Item>,
     merge: Vec<Item>,
+    runs: Vec<Run>,
     words: u64,
     states: u64,
     /// Pairs of a query row and a key of its sequence.
@@ -430,7 +425,13 @@ struct WorkLists {
 }
 
 impl WorkLists {
-    fn new(batch: &Batch<'_>, layout: &KvLayout, options: &AttentionOptions, tiles: &Tiles) -> Result<Self, PlanError> {
+    fn new(
+        batch: &Batch<'_>,
+        layout: &KvLayout,
+        options: &AttentionOptions,
+        tiles: &Tiles,
+        mask: Option<&Mask>,
+    ) -> Result<Self, PlanError> {
         let geometry = layout.geometry();
         let group = geometry.group();
         check_rows(batch.total_q(), geometry, tiles)?;
@@ -439,12 +440,13 @@ impl WorkLists {
             prefill: Vec::new(),
             decode: Vec::new(),
             merge: Vec::new(),
+            runs: Vec::new(),
             words: 0,
             states: 0,
             score_pairs: 0,
             chains: Vec::with_capacity(batch.seqs()),
         };
-        let mut mask_words = 0;
+        let mut mask_words = 0_u64;
         let spans = batch.q_indptr.iter().zip(batch.q_indptr.iter().skip(1));
         for (index, ((q_begin, q_end), (page_begin, kv_len))) in
             spans.zip(batch.page_indptr.iter().zip(batch.kv_len)).enumerate()
@@ -468,7 +470,6 @@ impl WorkLists {
                 mask_words as u32,
                 lists.score_pairs as u32,
             ]);
-            mask_words += u64::from(q_len) * u64::from(kv_len.div_ceil(32));
             lists.score_pairs += u64::from(q_len) * u64::from(kv_len);
             lists.words += size.words;
             lists.states += size.states;
@@ -480,25 +481,48 @@ impl WorkLists {
             for split in splits.clone() {
                 let split_begin = split * split_keys;
                 let split_end = kv_len.min(split_begin.saturating_add(split_keys));
-                let items = (0..rows).step_by(tile_rows as usize).map(|first_row| {
+                for first_row in (0..rows).step_by(tile_rows as usize) {
                     let last_row = first_row.saturating_add(tile_rows - 1).min(rows - 1);
-                    let seen = visible(options, lengths, first_row / group..last_row / group + 1);
-                    let keys = seen.start.max(split_begin)..seen.end.min(split_end);
+                    let tokens = first_row / group..last_row / group + 1;
+                    let seen = visible(options, lengths, tokens.clone());
+                    let mut keys = seen.start.max(split_begin)..seen.end.min(split_end);
+                    let first_run = lists.runs.len();
+                    if let Some(mask) = mask {
+                        mask.runs(mask_words as usize, kv_len, tokens, keys, &mut lists.runs);
+                        let own = lists.runs.get(first_run..).unwrap_or_default();
+                        keys = own.first().map_or(0, |run| run.begin)..own.last().map_or(0, |run| run.end);
+                    }
                     // Without keys an item still belongs to its split.
                     let keys = if keys.is_empty() { split_begin..split_begin } else { keys };
-                    Item { seq, first_row, key_begin: keys.start, key_end: keys.end }
-                });
-                if decodes { &mut lists.decode } else { &mut lists.prefill }.extend(items);
+                    let item = Item {
+                        seq,
+                        first_row,
+                        key_begin: keys.start,
+                        key_end: keys.end,
+                        first_run: first_run as u32,
+                        runs: (lists.runs.len() - first_run) as u32,
+                    };
+                    if decodes { &mut lists.decode } else { &mut lists.prefill }.push(item);
+                }
             }
+            mask_words += u64::from(q_len) * u64::from(kv_len.div_ceil(32));
             let splits = splits.len();
             if splits > 1 {
                 let starts = (0..rows).step_by(tiles.merge_rows as usize);
-                lists.merge.extend(starts.map(|first_row| Item { seq, first_row, key_begin: 0, key_end: kv_len }));
+                lists.merge.extend(starts.map(|first_row| Item {
+                    seq,
+                    first_row,
+                    key_begin: 0,
+                    key_end: kv_len,
+                    first_run: 0,
+                    runs: 0,
+                }));
             }
         }
         // Records hold in 32 bits where a sequence's mask and bias begin.
         count("words of masks", mask_words)?;
         count("pairs of query row and key", lists.score_pairs)?;
+        count("words of runs", lists.runs.len() as u64 * 3)?;
         // The sort is stable, so the order is the same on every machine.
         lists.prefill.sort_by_key(|item| std::cmp::Reverse(item.key_end - item.key_begin));
         if tiles.prefill.order == ItemOrder::Alternating {

@@ -216,17 +216,23 @@ fn shape_and_rows(case: &Case, output: &Output) -> Result<(), String> {
             case.seqs()
         ));
     }
+    let sees = visibility(case);
+    let hides = case.extras().mask.is_some() || case.extras().bias.is_some();
     let mut index = 0;
     for (seq, (q_len, kv_len)) in case.lengths().into_iter().enumerate() {
         for row in 0..q_len {
-            let seen = case.options().visible(q_len, kv_len, row).end;
             for head in 0..heads {
+                let reach = case.options().visible(q_len, kv_len, row);
+                let seen = if hides { reach.filter(|key| sees(seq, row, head, *key)).count() } else { reach.len() };
+                let empty = case.extras().sinks.as_ref().map_or(f32::NEG_INFINITY, |sinks| sinks[head]);
                 let (out, lse) = (&output.out[index * dim..(index + 1) * dim], output.lse[index]);
                 let place = format!("sequence {seq}, row {row}, head {head}");
                 if out.iter().any(|x| !x.is_finite()) {
                     return Err(format!("{place}: {out:?}"));
                 }
-                if seen == 0 && (out.iter().any(|x| x.to_bits() != 0) || lse != f32::NEG_INFINITY) {
+                let off =
+                    if empty.is_finite() { (lse - empty).abs() > 1e-6 * (1.0 + empty.abs()) } else { lse != empty };
+                if seen == 0 && (out.iter().any(|x| x.to_bits() != 0) || off) {
                     return Err(format!("{place} sees no key, but has the sum {lse} and the output {out:?}"));
                 }
                 if seen > 0 && !lse.is_finite() {
@@ -237,6 +243,22 @@ fn shape_and_rows(case: &Case, output: &Output) -> Result<(), String> {
         }
     }
     Ok(())
+}
+
+/// Which keys a row sees, by all that can hide one: `(sequence, row, head, key)`.
+fn visibility(case: &Case) -> impl Fn(usize, u32, usize, u32) -> bool {
+    let (starts, lengths, options) = (case.score_indptr(), case.lengths(), *case.options());
+    let mask = case.extras().mask.clone();
+    let bias = case.extras().bias.as_ref().map(|bias| (bias.shape()[0] > 1, bias.shape()[1], bias.to_f32()));
+    move |seq, row, head, key| {
+        let (q_len, kv_len) = lengths[seq];
+        let pair = starts[seq] as usize + row as usize * kv_len as usize + key as usize;
+        options.visible(q_len, kv_len, row).contains(&key)
+            && mask.as_ref().is_none_or(|mask| mask[pair])
+            && bias.as_ref().is_none_or(|(per_head, pairs, bias)| {
+                bias[usize::from(*per_head) * head * pairs + pair] != f32::NEG_INFINITY
+            })
+    }
 }
 
 /// Where two outputs differ in a bit.

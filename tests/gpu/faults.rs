@@ -264,11 +264,7 @@ fn fault_06_unowned_slots_reach_the_output() {
     for poison in [Poison::NaN, Poison::Infinity, Poison::Mixed] {
         // 75 keys: the last page of 4 has a tail, the last step of the kernel as well.
         let spec = prefill("06").paged(Pool::new(4).poison(poison));
-        let edits = [edit(
-            KernelId::Prefill,
-            "< item.key_end - item.key_begin - 1u);",
-            "< item.key_end - item.key_begin + 7u);",
-        )];
+        let edits = [edit(KernelId::Prefill, "< key_end - key_begin - 1u);", "< key_end - key_begin + 7u);")];
         noticed(gpu, "06 prefill", &spec, &edits);
         // The same for a decode, with the weight of the slots past the end zero.
         let spec = decode("06").paged(Pool::new(16).poison(poison));
