@@ -10,7 +10,7 @@ use rand::{RngExt, SeedableRng};
 
 use paged_attention::{
     Append, AppendPlan, AppendSource, Attention, AttentionConfig, AttentionIo, AttentionOptions, Batch, DevicePlan,
-    Dtype, HeadGeometry, KvLayout, PageSize, STATUS_BYTES, Status, Workspace, adapter, wgpu,
+    Dtype, Extras, HeadGeometry, KvLayout, PageSize, STATUS_BYTES, Status, Workspace, adapter, wgpu,
 };
 
 /// One sequence: its pages, and how many tokens it has.
@@ -31,7 +31,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let page_size = PageSize::new(16)?;
     let layout = KvLayout::new(heads, Dtype::F16, page_size, 64)?;
     let options = AttentionOptions::new(&heads).with_causal(true);
-    let config = AttentionConfig { q: Dtype::F16, out: Dtype::F32, layout, options };
+    let config = AttentionConfig { q: Dtype::F16, out: Dtype::F32, layout, options, extras: Extras::NONE };
     let attention = pollster::block_on(Attention::new(&device, &info, &config))?;
     let pages = layout.create_buffer(&device)?;
 
@@ -84,6 +84,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             kv: pages.as_entire_buffer_binding(),
             out: out.as_entire_buffer_binding(),
             lse: lse.as_entire_buffer_binding(),
+            heads: None,
+            bias: None,
         };
         let call = attention.bind(&device, &plan, io, &workspace)?;
 

@@ -8,7 +8,7 @@
 //   2 new_k     [tokens, kv_heads] key rows, padded to whole chunks, in the pages' type
 //   3 new_v     [tokens, kv_heads] value rows, alike
 //   4 kv_pages  the pages, addressed by `row_offset`
-//   5 status    [0] workgroups that came to their end, [1] error bits
+//   5 workspace its status words
 //
 // Workgroup memory: none. Preconditions, checked by `AppendPlan::new` and `Append::bind`: every destination lies in
 // the pool and occurs once; buffer sizes.
@@ -31,7 +31,11 @@ struct AppendParams {
 @group(0) @binding(2) var<storage, read> new_k: array<vec4<u32>>;
 @group(0) @binding(3) var<storage, read> new_v: array<vec4<u32>>;
 @group(0) @binding(4) var<storage, read_write> kv_pages: array<vec4<u32>>;
-@group(0) @binding(5) var<storage, read_write> status: array<atomic<u32>>;
+struct Workspace {
+    status: array<atomic<u32>, STATUS_WORDS>,
+}
+
+@group(0) @binding(5) var<storage, read_write> workspace: Workspace;
 
 @compute @workgroup_size(LANES)
 fn append(

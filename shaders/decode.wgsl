@@ -51,13 +51,26 @@ fn decode(
     let rows = min(seq.q_len * GROUP - item.first_row, DECODE_ROWS);
     // No key is read where a page does not exist.
     let exist = pages_exist(seq, item.key_begin, item.key_end);
-    let keys = select(0u, item.key_end - item.key_begin, exist);
     if lane == 0u && !exist {
         report_error(ERROR_PAGE_ID);
     }
-    for (var key = lane; key < keys; key += DECODE_LANES) {
-        rows_of[key] = key_rows(seq, item.kv_head, item.key_begin + key);
+    // Keys are counted from the beginning of their split, wherever the item's own begin: `first .. keys`.
+    let split_begin = item.key_begin / SPLIT_KEYS * SPLIT_KEYS;
+    let first = item.key_begin - split_begin;
+    let keys = select(0u, item.key_end - split_begin, exist && item.key_begin < item.key_end);
+    for (var key = aligned(first, DECODE_LANES) + lane; key < keys; key += DECODE_LANES) {
+        if key >= first {
+            rows_of[key] = key_rows(seq, item.kv_head, split_begin + key);
+        }
     }
+    //each r DECODE_ROWS
+    //if MASK
+    var scores_$r = score_row(seq, item.kv_head, item.first_row + min($ru, rows - 1u));
+    scores_$r.tested = item.runs != 1u || mask_run(item.first_run).tested;
+    //else
+    let scores_$r = score_row(seq, item.kv_head, item.first_row + min($ru, rows - 1u));
+    //end
+    //end
 
     //if DECODE_SUBGROUP
     if subgroup_size != DECODE_SUBGROUP {
@@ -70,16 +83,16 @@ fn decode(
     var q_$r_$i = ZERO_CHUNK;
     if $ru < rows && lane_of_key + ${i * LANES_PER_KEY}u < QK_CHUNKS {
         let query = query_row(seq, item.kv_head, item.first_row + $ru);
-        q_$r_$i = scaled(load_q(query, lane_of_key + ${i * LANES_PER_KEY}u), params.scale_log2);
+        q_$r_$i = scaled(load_q(query, lane_of_key + ${i * LANES_PER_KEY}u), params.q_factor);
     }
     //end
     //end
     workgroupBarrier();
     //if STREAMS
     for (var i = 0u; i < SPLIT_KEYS / DECODE_SUBGROUP && keys > 0u; i++) {
-        // A lane past the last key repeats that one and keeps nothing.
+        // A lane without a key repeats another one and keeps nothing.
         let key = lane * (SPLIT_KEYS / DECODE_SUBGROUP) + i;
-        let k_row = rows_of[min(key, keys - 1u)].x;
+        let k_row = rows_of[clamp(key, first, keys - 1u)].x;
         //each r DECODE_ROWS
         var s_$r = 0.0;
         //end
@@ -95,16 +108,17 @@ fn decode(
             //end
         }
         //end
-        if key < keys {
+        if key >= first && key < keys {
             //each r DECODE_ROWS
-            scores[$ru * SPLIT_KEYS + key] = s_$r;
+            scores[$ru * SPLIT_KEYS + key] = scored(scores_$r, split_begin + key, s_$r).value;
             //end
         }
     }
     //else
-    for (var first = 0u; first < keys; first += DECODE_SUBGROUP / LANES_PER_KEY) {
-        let key = first + lane / LANES_PER_KEY;
-        let k_row = rows_of[min(key, keys - 1u)].x;
+    const TURN = DECODE_SUBGROUP / LANES_PER_KEY;
+    for (var turn = aligned(first, TURN); turn < keys; turn += TURN) {
+        let key = turn + lane / LANES_PER_KEY;
+        let k_row = rows_of[clamp(key, first, keys - 1u)].x;
         //each r DECODE_ROWS
         var s_$r = 0.0;
         //end
@@ -124,9 +138,9 @@ fn decode(
         s_$r += subgroupShuffleXor(s_$r, 1u << $bu);
         //end
         //end
-        if key < keys && lane_of_key == 0u {
+        if key >= first && key < keys && lane_of_key == 0u {
             //each r DECODE_ROWS
-            scores[$ru * SPLIT_KEYS + key] = s_$r;
+            scores[$ru * SPLIT_KEYS + key] = scored(scores_$r, split_begin + key, s_$r).value;
             //end
         }
     }
@@ -136,13 +150,13 @@ fn decode(
         var chunk = ZERO_CHUNK;
         if i / QK_CHUNKS < rows {
             let query = query_row(seq, item.kv_head, item.first_row + i / QK_CHUNKS);
-            chunk = scaled(load_q(query, i % QK_CHUNKS), params.scale_log2);
+            chunk = scaled(load_q(query, i % QK_CHUNKS), params.q_factor);
         }
         q_tile[i] = chunk;
     }
     workgroupBarrier();
-    for (var key = lane; key < keys; key += DECODE_LANES) {
-        let k_row = rows_of[key].x;
+    for (var key = aligned(first, DECODE_LANES) + lane; key < keys; key += DECODE_LANES) {
+        let k_row = rows_of[max(key, first)].x;
         //each r DECODE_ROWS
         var s_$r = 0.0;
         //end
@@ -152,9 +166,11 @@ fn decode(
             s_$r = dot_chunk(q_tile[$ru * QK_CHUNKS + c], k, s_$r);
             //end
         }
-        //each r DECODE_ROWS
-        scores[$ru * SPLIT_KEYS + key] = s_$r;
-        //end
+        if key >= first {
+            //each r DECODE_ROWS
+            scores[$ru * SPLIT_KEYS + key] = scored(scores_$r, split_begin + key, s_$r).value;
+            //end
+        }
     }
     //end
     workgroupBarrier();
@@ -163,11 +179,11 @@ fn decode(
     let row = lane / PARTS;
     let part = lane % PARTS;
     let owns_row = row < rows;
-    let row_end = select(0u, visible_keys(seq, (item.first_row + row) / GROUP), owns_row);
-    let row_keys = min(max(row_end, item.key_begin) - item.key_begin, keys);
     var highest = NO_SCORE;
-    for (var key = part; key < row_keys; key += PARTS) {
-        highest = max(highest, scores[row * SPLIT_KEYS + key]);
+    for (var key = aligned(first, PARTS) + part; key < keys; key += PARTS) {
+        if key >= first {
+            highest = max(highest, scores[row * SPLIT_KEYS + key]);
+        }
     }
     part_max[lane] = highest;
     workgroupBarrier();
@@ -176,19 +192,20 @@ fn decode(
     }
     var sum = 0.0;
     if owns_row {
-        for (var key = part; key < keys; key += PARTS) {
-            var p = 0.0;
-            if key < row_keys {
-                p = weight(scores[row * SPLIT_KEYS + key], highest);
+        for (var key = aligned(first, PARTS) + part; key < keys; key += PARTS) {
+            if key >= first {
+                // What is hidden has NO_SCORE, which no score of the supported range reaches.
+                let s = scores[row * SPLIT_KEYS + key];
+                let p = select(0.0, weight(s, highest), s > NO_SCORE);
+                scores[row * SPLIT_KEYS + key] = p;
+                sum += p;
             }
-            scores[row * SPLIT_KEYS + key] = p;
-            sum += p;
         }
     }
     part_sum[lane] = sum;
     workgroupBarrier();
 
-    // Weighted values: lane = (key stream, chunk). A row past the last has scores of zero for weights.
+    // Weighted values: lane = (key stream, chunk). A row past the last has scores for weights, and is never written.
     //each r DECODE_ROWS
     //each i V_SPAN
     var acc_$r_$i = ZERO_CHUNK;
@@ -197,11 +214,12 @@ fn decode(
     //if STREAMS
     // Weights and places of SUBGROUP keys are read at once and broadcast one by one; a lane past the last chunk repeats
     // that one and keeps nothing.
-    for (var first = 0u; first < keys; first += DECODE_SUBGROUP) {
-        let known = first + lane < keys;
-        let v_row = rows_of[min(first + lane, keys - 1u)].y;
+    for (var turn = aligned(first, DECODE_SUBGROUP); turn < keys; turn += DECODE_SUBGROUP) {
+        let key = clamp(turn + lane, first, keys - 1u);
+        let known = key == turn + lane;
+        let v_row = rows_of[key].y;
         //each r DECODE_ROWS
-        let p_$r = select(0.0, scores[$ru * SPLIT_KEYS + min(first + lane, keys - 1u)], known);
+        let p_$r = select(0.0, scores[$ru * SPLIT_KEYS + key], known);
         //end
         //each k DECODE_SUBGROUP
         {
@@ -221,9 +239,10 @@ fn decode(
     //else
     let chunk = lane % V_CHUNKS;
     if lane < KEY_STREAMS * V_CHUNKS {
-        for (var key = lane / V_CHUNKS; key < keys; key += KEY_STREAMS) {
+        for (var turn = aligned(first, KEY_STREAMS) + lane / V_CHUNKS; turn < keys; turn += KEY_STREAMS) {
+            let key = max(turn, first);
             //each r DECODE_ROWS
-            let p_$r = scores[$ru * SPLIT_KEYS + key];
+            let p_$r = select(0.0, scores[$ru * SPLIT_KEYS + key], key == turn);
             //end
             //each i V_SPAN
             if chunk + ${i * DECODE_LANES}u < V_CHUNKS {
@@ -294,9 +313,10 @@ fn finish_split(seq: Sequence, item: WorkItem, r: u32, chunk: u32, acc: Chunk) {
     let row = item.first_row + r;
     if seq.splits == 1u {
         let query = query_row(seq, item.kv_head, row);
-        store_out(query, chunk, scaled(acc, normaliser(state)));
+        let end = ending(state, query);
+        store_out(query, chunk, scaled(acc, end.factor));
         if chunk == 0u {
-            store_lse(query, state);
+            lse[query] = end.lse;
         }
     } else {
         let index = partial_state(seq, item.key_begin / SPLIT_KEYS, item.kv_head, row);
@@ -305,4 +325,9 @@ fn finish_split(seq: Sequence, item: WorkItem, r: u32, chunk: u32, acc: Chunk) {
             store_partial_state(index, state);
         }
     }
+}
+
+// The multiple of `step` at or below `key`.
+fn aligned(key: u32, step: u32) -> u32 {
+    return key / step * step;
 }

@@ -4,7 +4,7 @@
 // split. V_CHUNKS lanes share a row, a chunk of 8 elements each.
 // Folding from the left keeps a row's bits the same however many empty splits follow its last key.
 //
-// Workgroup memory: none. Preconditions: see lib/attention.wgsl; V_CHUNKS <= LANES (`HEAD_DIM_MAX`).
+// Workgroup memory: none. Preconditions: see lib/attention.wgsl; V_CHUNKS <= LANES (`V_HEAD_DIM_MAX`).
 
 @compute @workgroup_size(LANES)
 fn merge(
@@ -23,8 +23,8 @@ fn merge(
     if lane / V_CHUNKS < MERGE_ROWS && row < seq.q_len * GROUP {
         var state = EMPTY_ROW;
         var acc = ZERO_CHUNK;
-        var split = 0u;
-        for (; split < seq.splits; split++) {
+        var split = seq.first_split;
+        for (; split < seq.first_split + seq.splits; split++) {
             let index = partial_state(seq, split, item.kv_head, row);
             let part = load_partial_state(index);
             if has_seen(part) {
@@ -35,13 +35,14 @@ fn merge(
                 acc = fma_chunk(kept, acc, scaled(load_partial_chunk(index, chunk), added));
             }
         }
-        if split < seq.splits {
+        if split < seq.first_split + seq.splits {
             report_error(ERROR_CUT_SHORT);
         }
         let query = query_row(seq, item.kv_head, row);
-        store_out(query, chunk, scaled(acc, normaliser(state)));
+        let end = ending(state, query);
+        store_out(query, chunk, scaled(acc, end.factor));
         if chunk == 0u {
-            store_lse(query, state);
+            lse[query] = end.lse;
         }
     }
     report_done(lane);

@@ -41,39 +41,60 @@ fn prefill(
     let k_key_$i = (${i * PREFILL_SUBGROUP}u + subgroup_lane) / QK_CHUNKS;
     let k_chunk_$i = (${i * PREFILL_SUBGROUP}u + subgroup_lane) % QK_CHUNKS;
     //end
+    //if LATENT
+    //else
     //each i V_LOADS
     let v_key_$i = (${i * PREFILL_SUBGROUP}u + subgroup_lane) / V_CHUNKS;
     let v_chunk_$i = (${i * PREFILL_SUBGROUP}u + subgroup_lane) % V_CHUNKS;
     //end
     //end
+    //end
 
     //each r ROWS_PER_LANE
     // A lane without a row repeats the last one and writes nothing.
-    let row_$r = item.first_row + $ru * PREFILL_LANES + lane;
-    let query_$r = query_row(seq, item.kv_head, min(row_$r, row_count - 1u));
-    let end_$r = select(0u, visible_keys(seq, row_$r / GROUP), row_$r < row_count);
+    let row_$r = min(tile_row(item, $ru, lane), row_count - 1u);
+    //if MASK
+    var scores_$r = score_row(seq, item.kv_head, row_$r);
+    //else
+    let scores_$r = score_row(seq, item.kv_head, row_$r);
+    //end
+    let query_$r = query_row(seq, item.kv_head, row_$r);
     var state_$r = EMPTY_ROW;
     //each c QK_CHUNKS
-    let q_$r_$c = scaled(load_q(query_$r, $cu), params.scale_log2);
+    let q_$r_$c = scaled(load_q(query_$r, $cu), params.q_factor);
     //end
     //each c V_CHUNKS
     var acc_$r_$c = ZERO_CHUNK;
     //end
     //end
 
-    var at = cursor_at(seq, item.key_begin);
-    var step = item.key_begin;
-    for (; step < item.key_end; step += STEP_KEYS) {
+    //if MASK
+    // Stretch by stretch; what the mask hides from all rows is not read.
+    for (var run = 0u; run < item.runs; run++) {
+    let stretch = mask_run(item.first_run + run);
+    let key_begin = stretch.key_begin;
+    let key_end = stretch.key_end;
+    //each r ROWS_PER_LANE
+    scores_$r.tested = stretch.tested;
+    //end
+    //else
+    let key_begin = item.key_begin;
+    let key_end = item.key_end;
+    //end
+    var at = cursor_at(seq, key_begin);
+    // Steps lie at multiples of their size, wherever the keys begin.
+    var step = key_begin / STEP_KEYS * STEP_KEYS;
+    for (; step < key_end; step += STEP_KEYS) {
         //each k STEP_KEYS
-        let page_$k = checked_page(plan[at.entry]);
-        if !page_$k.exists {
+        if !at.page.exists {
             report_error(ERROR_PAGE_ID);
-            step = item.key_end;
+            step = key_end;
             break;
         }
-        let k_row_$k = row_offset(params.k_rows, page_$k.id, item.kv_head, at.slot);
-        let v_row_$k = row_offset(params.v_rows, page_$k.id, item.kv_head, at.slot);
-        at = advanced(at, step + $ku + 1u < item.key_end);
+        let k_row_$k = row_offset(params.k_rows, at.page.id, item.kv_head, at.slot);
+        let v_row_$k = row_offset(params.v_rows, at.page.id, item.kv_head, at.slot);
+        // The keys after this one, as far as there are any; before the first key there is none either.
+        at = advanced(at, step + $ku - key_begin < key_end - key_begin - 1u);
         //end
 
         //each r ROWS_PER_LANE
@@ -113,21 +134,22 @@ fn prefill(
         //each r ROWS_PER_LANE
         var m_$r = state_$r.m;
         //each k STEP_KEYS
-        // Hidden keys are hidden before anything is computed from their score.
-        let visible_$r_$k = step + $ku < end_$r;
-        s_$r_$k = select(NO_SCORE, s_$r_$k, visible_$r_$k);
-        m_$r = max(m_$r, s_$r_$k);
+        let score_$r_$k = scored(scores_$r, step + $ku, s_$r_$k);
+        m_$r = max(m_$r, score_$r_$k.value);
         //end
         let rescale_$r = weight(state_$r.m, m_$r);
         var sum_$r = 0.0;
         //each k STEP_KEYS
-        let p_$r_$k = select(0.0, weight(s_$r_$k, m_$r), visible_$r_$k);
+        let p_$r_$k = select(0.0, weight(score_$r_$k.value, m_$r), score_$r_$k.visible);
         sum_$r += p_$r_$k;
         //end
         state_$r = RowState(m_$r, fma(state_$r.l, rescale_$r, sum_$r));
         //end
 
+        // Latent values are registers of the keys already.
         //if PREFILL_SUBGROUP
+        //if LATENT
+        //else
         //each i V_LOADS
         var v_offset_$i = v_row_0;
         //each k 1 STEP_KEYS
@@ -136,14 +158,22 @@ fn prefill(
         let values_$i = load_kv(v_offset_$i, v_chunk_$i, V_HEAD_DIM);
         //end
         //end
+        //end
         //each c V_CHUNKS
         {
             //each k STEP_KEYS
             //if PREFILL_SUBGROUP
+            //if LATENT
+            let value_$k = Chunk(
+                subgroupBroadcast(keys_${k * QK_CHUNKS + c / PREFILL_SUBGROUP}.lo, ${k * QK_CHUNKS + c % PREFILL_SUBGROUP}u),
+                subgroupBroadcast(keys_${k * QK_CHUNKS + c / PREFILL_SUBGROUP}.hi, ${k * QK_CHUNKS + c % PREFILL_SUBGROUP}u),
+            );
+            //else
             let value_$k = Chunk(
                 subgroupBroadcast(values_${k * V_CHUNKS + c / PREFILL_SUBGROUP}.lo, ${k * V_CHUNKS + c % PREFILL_SUBGROUP}u),
                 subgroupBroadcast(values_${k * V_CHUNKS + c / PREFILL_SUBGROUP}.hi, ${k * V_CHUNKS + c % PREFILL_SUBGROUP}u),
             );
+            //end
             //else
             let value_$k = load_kv(v_row_$k, $cu, V_HEAD_DIM);
             //end
@@ -159,26 +189,49 @@ fn prefill(
         //end
     }
 
-    if step < item.key_end {
+    if step < key_end {
         report_error(ERROR_CUT_SHORT);
     }
-
-    //each r ROWS_PER_LANE
-    if row_$r < row_count {
-        if seq.splits == 1u {
-            let factor = normaliser(state_$r);
-            //each c V_CHUNKS
-            store_out(query_$r, $cu, scaled(acc_$r_$c, factor));
-            //end
-            store_lse(query_$r, state_$r);
-        } else {
-            let index = partial_state(seq, item.key_begin / PREFILL_SPLIT_KEYS, item.kv_head, row_$r);
-            //each c V_CHUNKS
-            store_partial_chunk(index, $cu, acc_$r_$c);
-            //end
-            store_partial_state(index, state_$r);
-        }
+    //if MASK
     }
     //end
+
+    // The stores stand once for all rows of a lane: each is many blocks of code on llvmpipe, whose compiler takes time that
+    // grows with their square.
+    for (var r = 0u; r < ROWS_PER_LANE; r++) {
+        let row = tile_row(item, r, lane);
+        if row < row_count {
+            var state = EMPTY_ROW;
+            //each r ROWS_PER_LANE
+            state.m = select(state.m, state_$r.m, r == $ru);
+            state.l = select(state.l, state_$r.l, r == $ru);
+            //end
+            let query = query_row(seq, item.kv_head, row);
+            let index = partial_state(seq, item.key_begin / PREFILL_SPLIT_KEYS, item.kv_head, row);
+            let end = ending(state, query);
+            //each c V_CHUNKS
+            {
+                var chunk = acc_0_$c;
+                //each r 1 ROWS_PER_LANE
+                chunk = chosen(chunk, acc_$r_$c, r == $ru);
+                //end
+                if seq.splits == 1u {
+                    store_out(query, $cu, scaled(chunk, end.factor));
+                } else {
+                    store_partial_chunk(index, $cu, chunk);
+                }
+            }
+            //end
+            if seq.splits == 1u {
+                lse[query] = end.lse;
+            } else {
+                store_partial_state(index, state);
+            }
+        }
+    }
     report_done(lane);
+}
+
+fn tile_row(item: WorkItem, r: u32, lane: u32) -> u32 {
+    return item.first_row + r * PREFILL_LANES + lane;
 }

@@ -5,10 +5,10 @@ use thiserror::Error;
 use crate::batch::Batch;
 use crate::case::AttentionOptions;
 use crate::geometry::Dtype;
-use crate::kernels::{AdapterFacts, BuildError, KernelConfig, KernelId, Kernels, Variants, fold_grid};
+use crate::kernels::{AdapterFacts, BuildError, KernelConfig, KernelId, Kernels, Modifiers, Variants, fold_grid};
 use crate::kv::KvLayout;
 use crate::plan::{DevicePlan, PARAMS_BYTES, Params, Plan, PlanError};
-use crate::status::STATUS_BYTES;
+use crate::status::STATUS_WORDS;
 
 /// Attention over one pool: types, layout, scale and mask.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -19,14 +19,62 @@ pub struct AttentionConfig {
     pub out: Dtype,
     /// The pool of pages, with the head geometry and the type of keys and values.
     pub layout: KvLayout,
-    /// Scale and mask.
+    /// Scale, causal mask, window and softcap.
     pub options: AttentionOptions,
+    /// What else a call brings.
+    pub extras: Extras,
+}
+
+/// Tensors that change scores, as far as a call brings them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Extras {
+    /// ALiBi slopes, in [`AttentionIo::heads`].
+    pub alibi_slopes: bool,
+    /// Attention sinks, in [`AttentionIo::heads`].
+    pub sinks: bool,
+    /// A mask, handed to [`Attention::plan_masked`].
+    pub mask: bool,
+    /// A bias, in [`AttentionIo::bias`].
+    pub bias: Option<Bias>,
+}
+
+impl Extras {
+    /// None of them.
+    pub const NONE: Self = Self { alibi_slopes: false, sinks: false, mask: false, bias: None };
+}
+
+/// A tensor that is added to the scores.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Bias {
+    /// [`Dtype::F32`] or [`Dtype::F16`].
+    pub dtype: Dtype,
+    /// Whether every query head has its own, or all share one.
+    pub per_head: bool,
+}
+
+/// What happens to scores, as far as kernels are built for it.
+pub(crate) fn modifiers(options: &AttentionOptions, extras: &Extras) -> Modifiers {
+    Modifiers {
+        window_left: options.window_left.is_some(),
+        softcap: options.softcap.is_some(),
+        alibi: extras.alibi_slopes,
+        sinks: extras.sinks,
+        mask: extras.mask,
+        bias: extras.bias.map(|bias| bias.dtype),
+    }
 }
 
 impl AttentionConfig {
     /// What the kernels for this configuration are specialised for, built in the given way.
     pub fn kernels(&self, variants: Variants) -> KernelConfig {
-        KernelConfig { geometry: *self.layout.geometry(), q: self.q, kv: self.layout.dtype(), out: self.out, variants }
+        KernelConfig {
+            geometry: *self.layout.geometry(),
+            q: self.q,
+            kv: self.layout.dtype(),
+            out: self.out,
+            modifiers: modifiers(&self.options, &self.extras),
+            variants,
+        }
     }
 
     /// What the buffers of a call with `total_q` query rows hold, at least one vector of 16 bytes or one word each: an
@@ -106,6 +154,14 @@ pub enum BindError {
         /// The device's `min_storage_buffer_offset_alignment`.
         needed: u64,
     },
+    /// A tensor that the configuration names was left out, or one was given that it does not name.
+    #[error("`{buffer}` is {}; the configuration says otherwise", if *.given { "given" } else { "left out" })]
+    Extra {
+        /// Which buffer.
+        buffer: &'static str,
+        /// Whether it was given.
+        given: bool,
+    },
     /// The plan was made for another pool than this attention.
     #[error("the plan was made for another pool layout")]
     OtherLayout,
@@ -139,14 +195,23 @@ pub struct AttentionIo<'a> {
     pub out: wgpu::BufferBinding<'a>,
     /// Log-sum-exp `[total_q, q_heads]`, f32, natural logarithm; `-inf` for a row that sees no key.
     pub lse: wgpu::BufferBinding<'a>,
+    /// Where the configuration has slopes or sinks: pairs `(slope, sink)` in f32, `[q_heads, 2]`. What the configuration has
+    /// not may hold anything.
+    pub heads: Option<wgpu::BufferBinding<'a>>,
+    /// Where the configuration has a bias: `[1 or q_heads, pairs]`, a pair for every query row and key of its sequence,
+    /// row by row and sequence after sequence. `-inf` hides a key; NaN and `+inf` must not occur. Elements are not padded,
+    /// but for the whole, which takes full 32-bit words.
+    pub bias: Option<wgpu::BufferBinding<'a>>,
 }
 
 /// Scratch that calls recorded one after the other may share: partial states, and the status words.
 #[derive(Clone, Debug)]
 pub struct Workspace {
-    partials: wgpu::Buffer,
-    status: wgpu::Buffer,
+    buffer: wgpu::Buffer,
 }
+
+/// Bytes before the partial states.
+pub(crate) const STATUS_ROOM: u64 = STATUS_WORDS as u64 * 4;
 
 impl Workspace {
     /// Room for plans of up to `bytes` ([`Plan::workspace_bytes`]). The status words start at zero.
@@ -156,22 +221,32 @@ impl Workspace {
     pub fn new(device: &wgpu::Device, bytes: u64) -> Result<Self, BindError> {
         let limits = device.limits();
         let found = limits.max_storage_buffer_binding_size.min(limits.max_buffer_size);
-        if bytes > found {
-            return Err(BindError::TooLarge { buffer: "workspace", found, needed: bytes });
+        let needed = Self::buffer_bytes(bytes);
+        if needed > found {
+            return Err(BindError::TooLarge { buffer: "workspace", found, needed });
         }
-        let buffer = |label, size, usage| {
-            let usage = wgpu::BufferUsages::STORAGE | usage;
-            device.create_buffer(&wgpu::BufferDescriptor { label: Some(label), size, usage, mapped_at_creation: false })
-        };
-        Ok(Self {
-            partials: buffer("attention partial states", bytes.max(16), wgpu::BufferUsages::empty()),
-            status: buffer("attention status", STATUS_BYTES, wgpu::BufferUsages::COPY_SRC),
-        })
+        let usage = wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_SRC;
+        let label = Some("attention workspace");
+        let buffer =
+            device.create_buffer(&wgpu::BufferDescriptor { label, size: needed, usage, mapped_at_creation: false });
+        Ok(Self { buffer })
     }
 
-    /// The two status words, to be copied out and read as [`crate::Status`].
+    /// Bytes of the buffer where plans need up to `bytes`: the status words, then partial states. An empty binding is not
+    /// allowed.
+    pub(crate) fn buffer_bytes(bytes: u64) -> u64 {
+        STATUS_ROOM.saturating_add(bytes.max(16))
+    }
+
+    /// The buffer. It begins with the two status words ([`crate::STATUS_BYTES`]), to be copied out and read as
+    /// [`crate::Status`].
     pub fn status(&self) -> &wgpu::Buffer {
-        &self.status
+        &self.buffer
+    }
+
+    /// The part that an append binds.
+    pub(crate) fn status_binding(&self) -> wgpu::BufferBinding<'_> {
+        wgpu::BufferBinding { buffer: &self.buffer, offset: 0, size: wgpu::BufferSize::new(STATUS_ROOM) }
     }
 }
 
@@ -266,7 +341,25 @@ impl Attention {
     /// # Errors
     /// [`PlanError`], with the numbers found and needed.
     pub fn plan(&self, batch: &Batch<'_>) -> Result<Plan, PlanError> {
-        Plan::new(batch, &self.config.layout, &self.config.options, &self.kernels.config().tiles())
+        self.plan_with(batch, None)
+    }
+
+    /// The same with a mask: whether a row may see a key, `[sum of q_len * kv_len]`, row by row and sequence after sequence.
+    /// It is joined with causal mask and window by AND.
+    ///
+    /// # Errors
+    /// [`PlanError`], with the numbers found and needed.
+    pub fn plan_masked(&self, batch: &Batch<'_>, mask: &[bool]) -> Result<Plan, PlanError> {
+        self.plan_with(batch, Some(mask))
+    }
+
+    fn plan_with(&self, batch: &Batch<'_>, mask: Option<&[bool]>) -> Result<Plan, PlanError> {
+        let AttentionConfig { layout, options, extras, .. } = &self.config;
+        if extras.mask != mask.is_some() {
+            return Err(PlanError::MaskGiven { given: mask.is_some() });
+        }
+        let bias_per_head = extras.bias.is_some_and(|bias| bias.per_head);
+        Plan::new(batch, layout, options, &self.kernels.config().tiles(), mask, bias_per_head)
     }
 
     /// Binds a plan to one layer's buffers. A call stays valid as long as its buffers and may be recorded any
@@ -291,16 +384,30 @@ impl Attention {
         let limits = device.limits();
         let plan_words = wgpu::BufferBinding { buffer: &plan.buffer, offset: PARAMS_BYTES, size: None };
         let plan_bytes = plan.buffer.size().saturating_sub(PARAMS_BYTES);
-        let entries = [
+        let Extras { alibi_slopes, sinks, bias, .. } = self.config.extras;
+        let heads_bytes = (alibi_slopes || sinks).then(|| 8 * u64::from(self.config.layout.geometry().q_heads()));
+        let bias_bytes = bias.map(|bias| {
+            let heads = if bias.per_head { self.config.layout.geometry().q_heads() } else { 1 };
+            let elements = plan.score_pairs.saturating_mul(heads.into());
+            elements.saturating_mul(bias.dtype.bytes().into()).next_multiple_of(4).max(4)
+        });
+        let mut entries = vec![
             ("plan", plan_words, plan_bytes),
             ("q", io.q, bytes.q),
-            ("kv", io.kv, self.config.layout.bytes().max(16)),
             ("out", io.out, bytes.out),
             ("lse", io.lse, bytes.lse),
-            ("workspace", workspace.partials.as_entire_buffer_binding(), plan.workspace_bytes.max(16)),
-            ("status", workspace.status.as_entire_buffer_binding(), STATUS_BYTES),
+            ("workspace", workspace.buffer.as_entire_buffer_binding(), Workspace::buffer_bytes(plan.workspace_bytes)),
         ];
-        let bindings = storage_bindings(&limits, entries)?;
+        // In the order of `Bindings`.
+        for (buffer, given, needed) in [("heads", io.heads, heads_bytes), ("bias", io.bias, bias_bytes)] {
+            match (given, needed) {
+                (Some(given), Some(needed)) => entries.push((buffer, given, needed)),
+                (None, None) => {}
+                (given, _) => return Err(BindError::Extra { buffer, given: given.is_some() }),
+            }
+        }
+        entries.push(("kv", io.kv, self.config.layout.bytes().max(16)));
+        let bindings = storage_bindings(&limits, &entries, &["out", "lse", "workspace"])?;
         let Params { prefill_groups, decode_groups, merge_groups, .. } = plan.params;
         let mut dispatches = Vec::new();
         for (kernel, groups) in
@@ -331,21 +438,20 @@ impl Attention {
     }
 }
 
-/// Names of the bindings that kernels write to; `kv` is written by the append alone, and there named so.
-const WRITTEN: [&str; 5] = ["out", "lse", "workspace", "status", "kv"];
-
-/// Checks storage bindings, each with its name and the bytes that the shape needs, against what the device allows.
+/// Checks storage bindings, each with its name and the bytes that the shape needs, against what the device allows;
+/// `written` are the names of those that a kernel writes to.
 ///
 /// What comes back is bound to these bytes alone. A stray access then cannot reach what lies beside them in the caller's
 /// buffer, which may be larger than a binding, and a size of the caller's that WebGPU refuses (past the buffer's end,
 /// or no multiple of 4) does no harm where the bytes are there.
-pub(crate) fn storage_bindings<'a, const N: usize>(
+pub(crate) fn storage_bindings<'a>(
     limits: &wgpu::Limits,
-    entries: [(&'static str, wgpu::BufferBinding<'a>, u64); N],
-) -> Result<[wgpu::BufferBinding<'a>; N], BindError> {
+    entries: &[(&'static str, wgpu::BufferBinding<'a>, u64)],
+    written: &[&'static str],
+) -> Result<Vec<wgpu::BufferBinding<'a>>, BindError> {
     let allowed = limits.max_storage_buffer_binding_size;
     let alignment = u64::from(limits.min_storage_buffer_offset_alignment);
-    for (buffer, binding, needed) in &entries {
+    for (buffer, binding, needed) in entries {
         let (buffer, needed) = (*buffer, *needed);
         let usage = binding.buffer.usage();
         if !usage.contains(wgpu::BufferUsages::STORAGE) {
@@ -363,15 +469,19 @@ pub(crate) fn storage_bindings<'a, const N: usize>(
             return Err(BindError::Unaligned { buffer, found: binding.offset, needed: alignment });
         }
     }
-    for (index, (written, a, a_bytes)) in entries.iter().enumerate() {
+    for (index, (name, a, a_bytes)) in entries.iter().enumerate() {
         for (other_index, (other, b, b_bytes)) in entries.iter().enumerate() {
             let apart = a.offset + a_bytes <= b.offset || b.offset + b_bytes <= a.offset;
-            if index != other_index && WRITTEN.contains(written) && a.buffer == b.buffer && !apart {
-                return Err(BindError::Overlap { written, other });
+            if index != other_index && written.contains(name) && a.buffer == b.buffer && !apart {
+                return Err(BindError::Overlap { written: name, other });
             }
         }
     }
-    Ok(entries.map(|(_, binding, needed)| wgpu::BufferBinding { size: wgpu::BufferSize::new(needed), ..binding }))
+    let bound = |(_, binding, needed): &(_, wgpu::BufferBinding<'a>, u64)| wgpu::BufferBinding {
+        size: wgpu::BufferSize::new(*needed),
+        ..binding.clone()
+    };
+    Ok(entries.iter().map(bound).collect())
 }
 
 pub(crate) fn dispatch(limits: &wgpu::Limits, kernel: KernelId, groups: u32) -> Result<Dispatch, BindError> {

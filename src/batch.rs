@@ -95,6 +95,9 @@ pub(crate) fn check_indptr(tensor: &'static str, indptr: &[u32], rows: usize) ->
     Ok(())
 }
 
+/// The entry of a page table in the place of a page that no row sees any more: one that fell out of the sliding window.
+pub const NO_PAGE: u32 = u32::MAX;
+
 /// Which query rows and which pages belong to which sequence.
 ///
 /// | field | shape | meaning |
@@ -105,7 +108,7 @@ pub(crate) fn check_indptr(tensor: &'static str, indptr: &[u32], rows: usize) ->
 /// | `kv_len` | `[seqs]` | its length in tokens, the new ones included |
 ///
 /// Sequences may share pages, and may have more pages than they need. Sequences without query rows or without
-/// keys are legal. Query row `i` of a sequence sits at position `kv_len - q_len + i`.
+/// keys are legal, and so is [`NO_PAGE`] for pages whose keys no row sees. Query row `i` of a sequence sits at position `kv_len - q_len + i`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Batch<'a> {
     /// First query row of each sequence, and the number of all.
@@ -150,7 +153,7 @@ impl Batch<'_> {
             check_indptr(tensor, indptr, rows)?;
         }
         for (index, found) in self.page_ids.iter().copied().enumerate() {
-            if found >= page_count {
+            if found >= page_count && found != NO_PAGE {
                 return Err(BatchError::PageId { index, found, page_count });
             }
         }

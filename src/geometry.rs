@@ -5,8 +5,12 @@ use std::num::NonZeroU32;
 
 use thiserror::Error;
 
-/// The largest key or value dimension the kernels are made for.
-pub const HEAD_DIM_MAX: u32 = 256;
+/// The largest dimension of queries and keys that the kernels are made for: that of multi-head latent attention, whose
+/// values are the first 512 of 576 key dimensions.
+pub const HEAD_DIM_MAX: u32 = 576;
+
+/// The largest dimension of values.
+pub const V_HEAD_DIM_MAX: u32 = 512;
 
 /// Rows of a device tensor start at multiples of this many elements.
 ///
@@ -39,12 +43,14 @@ pub enum GeometryError {
         kv_heads: u32,
     },
     /// A head dimension is outside the supported range.
-    #[error("{name} is {found}; 1 to {HEAD_DIM_MAX} are supported")]
+    #[error("{name} is {found}; 1 to {limit} are supported")]
     HeadDim {
         /// `head_dim` or `v_head_dim`.
         name: &'static str,
         /// The dimension found.
         found: u32,
+        /// The largest supported.
+        limit: u32,
     },
     /// A page holds no token.
     #[error("page_size is 0; a page holds at least 1 token")]
@@ -67,6 +73,7 @@ pub struct HeadGeometry {
     kv_heads: u32,
     head_dim: u32,
     v_head_dim: u32,
+    latent: bool,
 }
 
 impl HeadGeometry {
@@ -91,12 +98,30 @@ impl HeadGeometry {
         if !q_heads.is_multiple_of(kv_heads) {
             return Err(GeometryError::HeadRatio { q_heads, kv_heads });
         }
-        for (name, found) in [("head_dim", head_dim), ("v_head_dim", v_head_dim)] {
-            if found == 0 || found > HEAD_DIM_MAX {
-                return Err(GeometryError::HeadDim { name, found });
+        for (name, found, limit) in [("head_dim", head_dim, HEAD_DIM_MAX), ("v_head_dim", v_head_dim, V_HEAD_DIM_MAX)] {
+            if found == 0 || found > limit {
+                return Err(GeometryError::HeadDim { name, found, limit });
             }
         }
-        Ok(Self { q_heads, kv_heads, head_dim, v_head_dim })
+        Ok(Self { q_heads, kv_heads, head_dim, v_head_dim, latent: false })
+    }
+
+    /// Multi-head latent attention (DeepSeek-V2): one KV head, whose values are the first `v_head_dim` elements of its keys.
+    /// Pages hold each row once, and a kernel that can reads it once.
+    ///
+    /// # Errors
+    /// As [`HeadGeometry::with_v_head_dim`]; [`GeometryError::HeadDim`] if values would be longer than keys.
+    pub fn latent(q_heads: u32, head_dim: u32, v_head_dim: u32) -> Result<Self, GeometryError> {
+        let geometry = Self::with_v_head_dim(q_heads, 1, head_dim, v_head_dim)?;
+        if v_head_dim > head_dim {
+            return Err(GeometryError::HeadDim { name: "v_head_dim", found: v_head_dim, limit: head_dim });
+        }
+        Ok(Self { latent: true, ..geometry })
+    }
+
+    /// Whether values are the first elements of the keys.
+    pub fn is_latent(&self) -> bool {
+        self.latent
     }
 
     /// Query heads.

@@ -6,6 +6,8 @@
 //! keys and values into the pages the same way. Device, queue and buffers are the caller's; nothing is submitted or
 //! waited for, except by [`Runner`], which takes host tensors and returns host tensors.
 //!
+//! [`budget`] counts what the pages take, and how many requests fit into a device's memory.
+//!
 //! [`mod@reference`] has the same attention in float64 and a bound on the kernels' error; [`verify()`] judges a result.
 //!
 //! The numerical contract: whatever the storage types, scores, row maxima, row sums and weighted sums are in f32;
@@ -23,6 +25,7 @@ struct ReadmeExamples;
 pub mod adapter;
 mod attention;
 mod batch;
+pub mod budget;
 mod case;
 mod chains;
 mod geometry;
@@ -36,15 +39,15 @@ mod status;
 mod tensor;
 mod verify;
 
-pub use attention::{Attention, AttentionConfig, AttentionIo, BindError, BufferBytes, Call, Workspace};
-pub use batch::{Batch, BatchError};
+pub use attention::{Attention, AttentionConfig, AttentionIo, Bias, BindError, BufferBytes, Call, Extras, Workspace};
+pub use batch::{Batch, BatchError, NO_PAGE};
 pub use case::{
     AttentionOptions, CASE_BYTES_MAX, CASE_SCORES_MAX, Case, CaseError, CaseExtras, KvSource, SCORE_LOG2_MAX,
     SEQUENCE_BYTES_MAX, SOFTCAP_MAX, SOFTCAP_MIN, SequenceKv,
 };
 pub use chains::Chains;
-pub use geometry::{Dtype, GeometryError, HEAD_DIM_MAX, HeadGeometry, PageSize, ROW_ALIGN, padded_dim};
-pub use kernels::{BuildError, KernelConfig, Kernels};
+pub use geometry::{Dtype, GeometryError, HEAD_DIM_MAX, HeadGeometry, PageSize, ROW_ALIGN, V_HEAD_DIM_MAX, padded_dim};
+pub use kernels::{BuildError, KernelConfig, Kernels, Modifiers};
 pub use kv::{Append, AppendCall, AppendError, AppendPlan, AppendSource, KvLayout, LayoutError, RowLayout};
 pub use plan::{DevicePlan, Plan, PlanError, UploadError};
 pub use runner::{Choice, KernelUse, Output, RunError, RunOptions, Runner};

@@ -2,7 +2,7 @@
 
 use thiserror::Error;
 
-use crate::case::{AttentionOptions, Case, CaseError, KvSource};
+use crate::case::{Case, CaseError, CaseExtras, KvSource};
 use crate::geometry::{Dtype, HeadGeometry, PageSize};
 use crate::kernels::KernelConfig;
 use crate::runner::{Output, RunError, RunOptions, Runner};
@@ -108,8 +108,14 @@ impl Sample {
         let rows = case.q().shape().first().copied().unwrap_or(0);
         let q = self.columns(&case.q().to_f32(), dim as usize);
         let q = Tensor::from_f32(case.q().dtype(), &[rows, self.chosen.len(), dim as usize], &q)?;
-        let options = AttentionOptions::new(&part).with_causal(case.options().causal);
-        let part = Case::new(part, options, q, case.q_indptr().to_vec(), case.kv().clone())?;
+        let of_heads = |values: &Option<Vec<f32>>| {
+            values.as_ref().map(|values| self.chosen.iter().filter_map(|head| values.get(*head)).copied().collect())
+        };
+        let mut extras = case.extras().clone();
+        extras.alibi_slopes = of_heads(&extras.alibi_slopes);
+        extras.sinks = of_heads(&extras.sinks);
+        let part = Case::new(part, *case.options(), q, case.q_indptr().to_vec(), case.kv().clone())?;
+        let part = part.with_extras(extras)?;
         Ok((part, self.columns(&output.out, v_dim as usize), self.columns(&output.lse, 1)))
     }
 
@@ -127,7 +133,12 @@ fn case(config: &KernelConfig) -> Result<Case, SelfTestError> {
         return Err(SelfTestError::Setup(format!("{group} query heads share a KV head; at most {GROUP_MAX} may")));
     }
     // One KV head does; the number of heads is not compiled in.
-    let geometry = HeadGeometry::with_v_head_dim(group, 1, dims.0, dims.1).map_err(CaseError::from)?;
+    let geometry = if config.geometry.is_latent() {
+        HeadGeometry::latent(group, dims.0, dims.1)
+    } else {
+        HeadGeometry::with_v_head_dim(group, 1, dims.0, dims.1)
+    };
+    let geometry = geometry.map_err(CaseError::from)?;
     let lengths = lengths(group);
     let ends = |length: fn(&(u32, u32)) -> u32| {
         let mut end = 0;
@@ -147,9 +158,25 @@ fn case(config: &KernelConfig) -> Result<Case, SelfTestError> {
     };
     let q = tensor(1, config.q, q_rows, group, dims.0)?;
     let k = tensor(2, config.kv, kv_rows, 1, dims.0)?;
-    let v = tensor(3, config.kv, kv_rows, 1, dims.1)?;
-    let options = AttentionOptions::new(&geometry).with_causal(true);
-    Ok(Case::new(geometry, options, q, q_indptr, KvSource::Contiguous { k, v, kv_indptr })?)
+    let v =
+        if geometry.is_latent() { k.first_of_rows(dims.1 as usize) } else { tensor(3, config.kv, kv_rows, 1, dims.1)? };
+    let (options, extras) = config.modifiers.example(&geometry);
+    let case = Case::new(geometry, options.with_causal(true), q, q_indptr, KvSource::Contiguous { k, v, kv_indptr })?;
+    let pairs = case.score_indptr().last().copied().unwrap_or(0) as usize;
+    let numbers = |seed: u32, count: u32| (0..count).map(|index| noise(index ^ (seed << 28))).collect::<Vec<f32>>();
+    let mut tensors = CaseExtras::default();
+    tensors.alibi_slopes = extras.alibi_slopes.then(|| numbers(4, group).iter().map(|slope| slope / 16.0).collect());
+    tensors.sinks = extras.sinks.then(|| numbers(5, group));
+    tensors.mask = extras.mask.then(|| numbers(6, pairs as u32).iter().map(|number| *number > -1.0).collect());
+    tensors.bias = match extras.bias {
+        Some(bias) => {
+            let mut values = numbers(7, pairs as u32);
+            values.iter_mut().filter(|value| **value < -1.9).for_each(|value| *value = f32::NEG_INFINITY);
+            Some(Tensor::from_f32(bias.dtype, &[1, pairs], &values)?)
+        }
+        None => None,
+    };
+    Ok(case.with_extras(tensors)?)
 }
 
 /// A number between -2 and 2 from a mixed counter (the finaliser of MurmurHash3).
@@ -164,7 +191,7 @@ fn noise(index: u32) -> f32 {
 mod tests {
     use super::*;
     use crate::chains::Chains;
-    use crate::kernels::{AdapterFacts, DECODE_ROWS_MAX, Variants};
+    use crate::kernels::{AdapterFacts, DECODE_ROWS_MAX, Modifiers, Variants};
     use crate::reference::dense;
 
     #[test]
@@ -186,7 +213,14 @@ mod tests {
     fn a_sample_of_the_heads_is_judged_as_the_whole() {
         let geometry = HeadGeometry::with_v_head_dim(150, 1, 8, 16).unwrap();
         let variants = Variants::base(&AdapterFacts::PLAIN_GPU, &geometry);
-        let config = KernelConfig { geometry, q: Dtype::F16, kv: Dtype::F32, out: Dtype::F32, variants };
+        let config = KernelConfig {
+            geometry,
+            q: Dtype::F16,
+            kv: Dtype::F32,
+            out: Dtype::F32,
+            modifiers: Modifiers::NONE,
+            variants,
+        };
         let whole = case(&config).unwrap();
         let reference = dense(&whole);
         let narrow = |values: &[f64]| values.iter().map(|x| *x as f32).collect();

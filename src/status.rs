@@ -5,6 +5,9 @@ use thiserror::Error;
 /// Bytes of the status words: completed workgroups, error bits.
 pub const STATUS_BYTES: u64 = 8;
 
+/// Words before the partial states in a workspace: the status words, and room up to the largest offset alignment.
+pub(crate) const STATUS_WORDS: u32 = 64;
+
 /// Set by a kernel that met a page id outside the pool. The host checks the ids before; this is the second line.
 const ERROR_PAGE_ID: u32 = 1;
 

@@ -68,6 +68,21 @@ impl Tensor {
         Self::from_bytes(dtype, shape, bytes)
     }
 
+    /// The first `dim` elements of each innermost row; the whole rows where they are no longer.
+    #[must_use]
+    pub fn first_of_rows(&self, dim: usize) -> Self {
+        let row = self.shape.last().copied().unwrap_or(1);
+        let size = self.dtype.bytes() as usize;
+        let kept = dim.min(row);
+        let rows = self.bytes.chunks_exact((row * size).max(1));
+        let bytes = rows.flat_map(|row| row.iter().take(kept * size)).copied().collect();
+        let mut shape = self.shape.clone();
+        if let Some(last) = shape.last_mut() {
+            *last = kept;
+        }
+        Self { dtype: self.dtype, shape, bytes }
+    }
+
     /// The element type.
     pub fn dtype(&self) -> Dtype {
         self.dtype

@@ -10,8 +10,8 @@ use paged_attention::kernels::{
 };
 use paged_attention::{
     Append, AppendError, AppendPlan, AppendSource, Attention, AttentionConfig, AttentionIo, AttentionOptions, Batch,
-    BatchError, BindError, BuildError, DevicePlan, Dtype, HeadGeometry, KvLayout, LayoutError, PageSize, Plan,
-    PlanError, Workspace, wgpu,
+    BatchError, BindError, BuildError, DevicePlan, Dtype, Extras, HeadGeometry, KvLayout, LayoutError, Modifiers,
+    PageSize, Plan, PlanError, Workspace, wgpu,
 };
 
 /// A device of no features and these limits. An error that no scope catches is a panic.
@@ -42,6 +42,7 @@ fn config(geometry: HeadGeometry, dtype: Dtype, page_size: u32, page_count: u32)
         out: Dtype::F32,
         layout: layout(geometry, dtype, page_size, page_count),
         options: AttentionOptions::new(&geometry).with_causal(true),
+        extras: Extras::NONE,
     }
 }
 
@@ -111,7 +112,7 @@ impl App {
 
     fn io(&self) -> AttentionIo<'_> {
         let [q, kv, out, lse] = self.buffers.each_ref().map(|buffer| buffer.as_entire_buffer_binding());
-        AttentionIo { q, kv, out, lse }
+        AttentionIo { q, kv, out, lse, heads: None, bias: None }
     }
 
     /// With one of the bindings replaced.
@@ -255,12 +256,20 @@ fn variants_that_cannot_be_built() {
         (good.prefill, DecodeVariant::Exchange { subgroup: 7 }),
     ] {
         let variants = Variants { prefill, decode };
-        let config = KernelConfig { geometry, q: Dtype::F32, kv: Dtype::F32, out: Dtype::F32, variants };
+        let config = KernelConfig {
+            geometry,
+            q: Dtype::F32,
+            kv: Dtype::F32,
+            out: Dtype::F32,
+            modifiers: Modifiers::NONE,
+            variants,
+        };
         let error = pollster::block_on(Kernels::new(&device, &config)).unwrap_err();
         assert!(matches!(error, BuildError::Variants { .. }), "{error}");
     }
     let variants = Variants { decode: DecodeVariant::Exchange { subgroup: 8 }, ..good };
-    let config = KernelConfig { geometry, q: Dtype::F32, kv: Dtype::F32, out: Dtype::F32, variants };
+    let config =
+        KernelConfig { geometry, q: Dtype::F32, kv: Dtype::F32, out: Dtype::F32, modifiers: Modifiers::NONE, variants };
     let error = pollster::block_on(Kernels::new(&device, &config)).unwrap_err();
     assert_eq!(error, BuildError::Subgroups { kernel: "decode", subgroup: 8 });
 }
@@ -388,8 +397,14 @@ fn appends_that_cannot_be_bound() {
 #[test]
 fn kernels_that_cannot_be_built() {
     let geometry = HeadGeometry::new(4, 2, 20).unwrap();
-    let kernel_config =
-        KernelConfig { geometry, q: Dtype::F16, kv: Dtype::F16, out: Dtype::F32, variants: base(&geometry) };
+    let kernel_config = KernelConfig {
+        geometry,
+        q: Dtype::F16,
+        kv: Dtype::F16,
+        out: Dtype::F32,
+        modifiers: Modifiers::NONE,
+        variants: base(&geometry),
+    };
     let build = |limits, config: &KernelConfig| pollster::block_on(Kernels::new(&device(limits).0, config)).map(|_| ());
     let default = wgpu::Limits::default;
     assert_eq!(build(default(), &kernel_config), Ok(()));
@@ -475,7 +490,7 @@ fn base_kernels_need_default_limits_and_no_features() {
             ] {
                 let geometry = HeadGeometry::with_v_head_dim(q_heads, kv_heads, head_dim, v_head_dim).unwrap();
                 let variants = Variants::base(&facts, &geometry);
-                let config = KernelConfig { geometry, q, kv, out, variants };
+                let config = KernelConfig { geometry, q, kv, out, modifiers: Modifiers::NONE, variants };
                 pollster::block_on(Kernels::new(&device, &config)).unwrap();
             }
         }

@@ -16,7 +16,7 @@ use std::{fs, thread};
 use naga::back;
 use naga::valid::{Capabilities, ModuleInfo, ValidationFlags, Validator};
 use paged_attention::kernels::{AdapterFacts, KernelId, Variants};
-use paged_attention::{Dtype, HeadGeometry, KernelConfig};
+use paged_attention::{Dtype, HeadGeometry, KernelConfig, Modifiers};
 
 /// `(head_dim, v_head_dim)`: the smallest, the largest, odd ones, and those of well-known models.
 const DIMS: [(u32, u32); 10] =
@@ -33,7 +33,7 @@ struct Variant {
 
 impl Variant {
     fn new(kernel: KernelId, config: KernelConfig) -> Self {
-        let KernelConfig { geometry, q, kv, out, variants } = config;
+        let KernelConfig { geometry, q, kv, out, variants, .. } = config;
         let name = format!(
             "{}-{}-{}-g{}-d{}-v{}-q_{q}-kv_{kv}-out_{out}",
             kernel.entry_point(),
@@ -63,7 +63,7 @@ fn variants() -> Vec<Variant> {
                 for out in OUT {
                     let alike = q == kv && (q == Dtype::F32) == (out == Dtype::F32);
                     for variants in Variants::all(&geometry) {
-                        let config = KernelConfig { geometry, q, kv, out, variants };
+                        let config = KernelConfig { geometry, q, kv, out, modifiers: Modifiers::NONE, variants };
                         let subgroups = variants.prefill.subgroup > 0;
                         let kernels = KernelId::ALL.into_iter().filter(|kernel| {
                             if subgroups {
@@ -258,7 +258,7 @@ fn declared_resources_are_those_the_host_checks() {
         };
         let host_bytes = variant.kernel.workgroup_bytes(&variant.config);
         expect("workgroup bytes", workgroup_bytes, host_bytes, limits.max_compute_workgroup_storage_size);
-        let host_buffers = variant.kernel.storage_buffers();
+        let host_buffers = variant.kernel.storage_buffers(&variant.config);
         expect("storage buffers", storage_buffers, host_buffers, limits.max_storage_buffers_per_shader_stage);
         expect("uniform buffers", uniform_buffers, 1, limits.max_uniform_buffers_per_shader_stage);
         let invocations = entry_point.workgroup_size.iter().product();
@@ -277,7 +277,7 @@ fn every_shader_file_is_part_of_a_kernel_and_begins_with_its_purpose() {
     let geometry = HeadGeometry::new(8, 2, 64).expect("a legal geometry");
     let (q, kv, out) = (Dtype::F32, Dtype::F32, Dtype::F32);
     let variants = Variants::base(&AdapterFacts::PLAIN_GPU, &geometry);
-    let config = KernelConfig { geometry, q, kv, out, variants };
+    let config = KernelConfig { geometry, q, kv, out, modifiers: Modifiers::NONE, variants };
     let sources = KernelId::ALL.map(|kernel| kernel.wgsl(&config).expect("the kernel expands"));
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("shaders");
     let mut files = 0;

@@ -216,7 +216,7 @@ fn decode_full() -> Vec<CaseSpec> {
     table
 }
 
-const DIMS: [Heads; 20] = [
+const DIMS: [Heads; 22] = [
     Heads::new(2, 1, 32),
     Heads::new(2, 1, 40),
     Heads::new(2, 1, 59),
@@ -229,6 +229,9 @@ const DIMS: [Heads; 20] = [
     Heads::new(2, 1, 192),
     Heads::new(2, 1, 256),
     Heads::new(2, 1, 192).with_v(128),
+    // Multi-head latent attention.
+    Heads::new(4, 1, 576).with_v(512),
+    Heads::new(2, 1, 300).with_v(500),
     Heads::new(2, 1, 128).with_v(64),
     Heads::new(2, 1, 64),
     // Below a padded row, and value rows longer than the keys'.

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use crate::bench::BenchArgs;
+use crate::budget::BudgetArgs;
 use crate::settings;
 
 /// Exact attention over a paged KV cache, on any GPU.
@@ -21,6 +22,7 @@ Examples:
   paged-attention doctor                                 which GPU would be used, and do its kernels work?
   paged-attention attend case.safetensors --causal       run a case and compare it with float64
   paged-attention attend --help                          what a case file holds
+  paged-attention budget --help                          how much memory do keys and values take?
 
 docs/case-format.md describes the file, the reports and the exit status in full.";
 
@@ -33,6 +35,8 @@ pub enum Command {
     Doctor(DoctorArgs),
     /// Measure the kernels against the adapter's own limits and an unfused baseline
     Bench(BenchArgs),
+    /// Count what keys and values take in memory, what pages leave unused, and how many requests fit
+    Budget(BudgetArgs),
 }
 
 const ATTEND_ABOUT: &str = "\

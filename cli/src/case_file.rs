@@ -2,7 +2,9 @@
 
 use std::path::Path;
 
-use paged_attention::{AttentionOptions, Case, Dtype, HEAD_DIM_MAX, HeadGeometry, KvSource, PageSize, Tensor};
+use paged_attention::{
+    AttentionOptions, Case, Dtype, HEAD_DIM_MAX, HeadGeometry, KvSource, PageSize, Tensor, V_HEAD_DIM_MAX,
+};
 use safetensors::tensor::TensorView;
 use safetensors::{SafeTensorError, SafeTensors};
 
@@ -138,13 +140,9 @@ fn geometry(
             return Err(shape_error(name, tensor, format!("at most {HEADS_MAX} heads are supported")));
         }
     }
-    for (name, tensor, dim) in [("q", q, head_dim), (v_name, v, v_head_dim)] {
-        if dim > HEAD_DIM_MAX {
-            return Err(shape_error(
-                name,
-                tensor,
-                format!("a head dimension over {HEAD_DIM_MAX} is not supported yet"),
-            ));
+    for (name, tensor, dim, limit) in [("q", q, head_dim, HEAD_DIM_MAX), (v_name, v, v_head_dim, V_HEAD_DIM_MAX)] {
+        if dim > limit {
+            return Err(shape_error(name, tensor, format!("a head dimension over {limit} is not supported")));
         }
     }
     HeadGeometry::with_v_head_dim(q_heads, kv_heads, head_dim, v_head_dim).map_err(|error| {

@@ -3,7 +3,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use paged_attention::kernels::{AdapterFacts, KernelConfig, Variants};
-use paged_attention::{Case, Choice, KvSource, Output, RunOptions, Runner, adapter};
+use paged_attention::{Case, Choice, Output, RunOptions, Runner, adapter};
 
 use crate::report::AdapterName;
 
@@ -64,10 +64,8 @@ impl Device {
 
 /// The configuration that a case is run with; the variants are the runner's to choose.
 fn config(runner: &Runner, case: &Case, options: &RunOptions) -> KernelConfig {
-    let (KvSource::Contiguous { k, .. } | KvSource::Paged { k_pages: k, .. }) = case.kv();
-    let geometry = *case.geometry();
-    let variants = Variants::base(&AdapterFacts::new(runner.adapter_info(), runner.device()), &geometry);
-    KernelConfig { geometry, q: case.q().dtype(), kv: k.dtype(), out: options.out_dtype, variants }
+    let variants = Variants::base(&AdapterFacts::new(runner.adapter_info(), runner.device()), case.geometry());
+    options.kernels(case, variants)
 }
 
 /// A panic, in a driver's bindings or in our own code, counts as a failure of the device: exit status 3, and the

@@ -4,6 +4,7 @@
 mod args;
 mod attend;
 mod bench;
+mod budget;
 mod case_file;
 mod device;
 mod doctor;
@@ -29,5 +30,6 @@ fn main() -> ExitCode {
         args::Command::Attend(args) => attend::run(args),
         args::Command::Doctor(args) => doctor::run(args),
         args::Command::Bench(args) => bench::run(args),
+        args::Command::Budget(args) => budget::run(args),
     })
 }

@@ -212,7 +212,8 @@ pub fn write(place: &Path, case: &Case, output: &Output) -> Result<(), OutputErr
     replace(place, &bytes).map_err(|error| OutputError::Unwritable { out: place.to_owned(), error })
 }
 
-fn replace(place: &Path, bytes: &[u8]) -> std::io::Result<()> {
+/// Writes a file whole or not at all; makes its folder if there is none.
+pub fn replace(place: &Path, bytes: &[u8]) -> std::io::Result<()> {
     let target = std::fs::canonicalize(place).unwrap_or_else(|_| place.to_owned());
     let folder = folder_of(&target);
     std::fs::create_dir_all(&folder)?;

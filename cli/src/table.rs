@@ -11,6 +11,22 @@ pub fn counted(count: impl Into<u64>, what: &str) -> String {
     format!("{count} {what}{}", if count == 1 { "" } else { "s" })
 }
 
+/// Rows of cells, the columns as wide as they must be.
+pub fn columns<const N: usize>(rows: &[[String; N]]) -> String {
+    let mut widths = [0; N];
+    for row in rows {
+        for (width, cell) in widths.iter_mut().zip(row) {
+            *width = cell.chars().count().max(*width);
+        }
+    }
+    let mut text = String::new();
+    for row in rows {
+        let cells: Vec<String> = row.iter().zip(widths).map(|(cell, width)| format!("{cell:<width$}")).collect();
+        let _ = writeln!(text, "{}", cells.join("  ").trim_end());
+    }
+    text
+}
+
 impl Shape {
     /// `2 seqs, 5 rows × 8 heads on 37 keys × 2 heads, d 64`
     fn line(&self) -> String {
@@ -134,16 +150,7 @@ pub fn several(summary: &Summary) -> String {
         }
     }))
     .collect();
-    let mut widths = [0; 7];
-    for row in &rows {
-        for (width, cell) in widths.iter_mut().zip(row) {
-            *width = cell.chars().count().max(*width);
-        }
-    }
-    for row in &rows {
-        let cells: Vec<String> = row.iter().zip(widths).map(|(cell, width)| format!("{cell:<width$}")).collect();
-        let _ = writeln!(text, "{}", cells.join("  ").trim_end());
-    }
+    text += &columns(&rows);
     text.push('\n');
     for case in summary.cases.iter() {
         if let Some(measured) = case.measured.as_ref().filter(|measured| !measured.passed) {

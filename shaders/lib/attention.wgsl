@@ -5,14 +5,15 @@
 // which rows are padded and loaded.
 //
 // Bindings (group 0):
-//   0 params    uniform, `Params`; written by the plan
-//   1 plan      u32 words: sequence records, work items, page ids; offsets in `Params`
-//   2 q_rows    [total_q, q_heads] rows of Q_DTYPE, padded to whole chunks
-//   3 kv_pages  [pages] of keys then values, addressed by `row_offset`; KV_DTYPE
-//   4 out_rows  [total_q, q_heads] rows of OUT_DTYPE, padded to whole chunks
-//   5 lse       [total_q, q_heads] f32 as bits, natural logarithm
-//   6 partials  [states] of 1 + V_VECS vectors: (m, l, 0, 0), then the unnormalised accumulator
-//   7 status    [0] workgroups that came to their end, [1] error bits
+//   params     uniform, `Params`; written by the plan
+//   plan       u32 words: sequence records, work items, masks, page ids; offsets in `Params`
+//   q_rows     [total_q, q_heads] rows of Q_DTYPE, padded to whole chunks
+//   out_rows   [total_q, q_heads] rows of OUT_DTYPE, padded to whole chunks
+//   lse        [total_q, q_heads] f32 as bits, natural logarithm
+//   workspace  status words, then [states] of 1 + V_VECS vectors: (m, l, 0, 0), then the unnormalised accumulator
+//   heads      [q_heads] of (ALiBi slope, sink); where either is on
+//   bias       [1 or q_heads, pairs of query row and key] of BIAS_DTYPE; where it is on
+//   kv_pages   [pages] of keys then values, addressed by `row_offset`; KV_DTYPE
 //
 // Preconditions, checked by `Batch::validate`, `Attention::plan` and `Attention::bind`: indptrs, page ids,
 // lengths, buffer sizes. A page id is checked again by `checked_page`.
@@ -20,14 +21,22 @@
 struct Params {
     k_rows: RowLayout,
     v_rows: RowLayout,
-    // scale * log2(e): scores are kept in units of log2.
-    scale_log2: f32,
-    causal: u32,
+    // scale * log2(e): scores are kept in units of log2. With a softcap: scale / softcap.
+    q_factor: f32,
+    // softcap * log2(e)
+    softcap_log2: f32,
+    // Keys that a row sees before and after its own position, or UNLIMITED.
+    reach_left: u32,
+    reach_right: u32,
     kv_heads: u32,
     page_size: u32,
     page_count: u32,
+    // Elements of the bias from one head to the next; 0 where all heads share it.
+    bias_head_stride: u32,
     // First words of the plan's parts, and workgroups per kernel.
     page_ids: u32,
+    masks: u32,
+    runs: u32,
     prefill_items: u32,
     prefill_groups: u32,
     decode_items: u32,
@@ -36,14 +45,26 @@ struct Params {
     merge_groups: u32,
 }
 
+const UNLIMITED = 0xffffffffu;
+
+struct Workspace {
+    status: array<atomic<u32>, STATUS_WORDS>,
+    states: array<vec4<f32>>,
+}
+
 @group(0) @binding(0) var<uniform> params: Params;
 @group(0) @binding(1) var<storage, read> plan: array<u32>;
 @group(0) @binding(2) var<storage, read> q_rows: array<vec4<u32>>;
-@group(0) @binding(3) var<storage, read> kv_pages: array<vec4<u32>>;
-@group(0) @binding(4) var<storage, read_write> out_rows: array<vec4<u32>>;
-@group(0) @binding(5) var<storage, read_write> lse: array<u32>;
-@group(0) @binding(6) var<storage, read_write> partials: array<vec4<f32>>;
-@group(0) @binding(7) var<storage, read_write> status: array<atomic<u32>>;
+@group(0) @binding(3) var<storage, read_write> out_rows: array<vec4<u32>>;
+@group(0) @binding(4) var<storage, read_write> lse: array<u32>;
+@group(0) @binding(5) var<storage, read_write> workspace: Workspace;
+//if HEADS
+@group(0) @binding(${HEADS_BINDING}) var<storage, read> heads: array<vec2<f32>>;
+//end
+//if BIAS
+@group(0) @binding(${BIAS_BINDING}) var<storage, read> bias: array<u32>;
+//end
+@group(0) @binding(${KV_BINDING}) var<storage, read> kv_pages: array<vec4<u32>>;
 
 struct Sequence {
     // First packed query row, and how many.
@@ -52,14 +73,29 @@ struct Sequence {
     kv_len: u32,
     // First entry of the page table.
     page_begin: u32,
-    // First partial state, and how many splits the keys have; 1: no partial states.
+    // First partial state, and how many splits have keys that are seen; 1: no partial states.
     partial_begin: u32,
     splits: u32,
+    // The first of these splits.
+    first_split: u32,
+    // First word of its mask, and the first element of its bias.
+    mask_begin: u32,
+    bias_begin: u32,
 }
 
 fn sequence(index: u32) -> Sequence {
-    let word = index * 6u;
-    return Sequence(plan[word], plan[word + 1u], plan[word + 2u], plan[word + 3u], plan[word + 4u], plan[word + 5u]);
+    let word = index * SEQUENCE_WORDS;
+    return Sequence(
+        plan[word],
+        plan[word + 1u],
+        plan[word + 2u],
+        plan[word + 3u],
+        plan[word + 4u],
+        plan[word + 5u],
+        plan[word + 6u],
+        plan[word + 7u],
+        plan[word + 8u],
+    );
 }
 
 struct WorkItem {
@@ -70,19 +106,55 @@ struct WorkItem {
     key_begin: u32,
     key_end: u32,
     kv_head: u32,
+    //if MASK
+    // The stretches of these keys that the mask leaves.
+    first_run: u32,
+    runs: u32,
+    //end
 }
 
 // The work item of workgroup `group` in the list that starts at word `items`: every item once per KV head.
 fn work_item(items: u32, group: u32) -> WorkItem {
-    let word = items + group / params.kv_heads * 4u;
-    return WorkItem(plan[word], plan[word + 1u], plan[word + 2u], plan[word + 3u], group % params.kv_heads);
+    let word = items + group / params.kv_heads * ITEM_WORDS;
+    return WorkItem(
+        plan[word],
+        plan[word + 1u],
+        plan[word + 2u],
+        plan[word + 3u],
+        group % params.kv_heads,
+        //if MASK
+        plan[word + 4u],
+        plan[word + 5u],
+        //end
+    );
 }
 
-// The masking rule: the row of `token` sees keys `0 .. visible_keys`. Bottom-right alignment.
-fn visible_keys(seq: Sequence, token: u32) -> u32 {
-    let through_own = seq.kv_len + token + 1u;
-    let causal_end = select(0u, through_own - seq.q_len, through_own > seq.q_len);
-    return select(seq.kv_len, min(causal_end, seq.kv_len), params.causal != 0u);
+//if MASK
+// Keys that lie one after the other: none of them hidden from a row of the item by the mask, or to be tested.
+struct Run {
+    key_begin: u32,
+    key_end: u32,
+    tested: bool,
+}
+
+fn mask_run(index: u32) -> Run {
+    let word = params.runs + index * 3u;
+    return Run(plan[word], plan[word + 1u], plan[word + 2u] != 0u);
+}
+//end
+
+// The rule of causal mask and window: the row of `token` sees keys `first_visible .. end_visible`, as far as there are
+// any. Bottom-right alignment: its position is kv_len - q_len + token.
+fn end_visible(seq: Sequence, token: u32) -> u32 {
+    let reach = seq.kv_len + token + 1u + min(params.reach_right, seq.kv_len);
+    let end = select(0u, reach - seq.q_len, reach > seq.q_len);
+    return select(min(end, seq.kv_len), seq.kv_len, params.reach_right == UNLIMITED);
+}
+
+fn first_visible(seq: Sequence, token: u32) -> u32 {
+    let before = seq.q_len + min(params.reach_left, seq.kv_len);
+    let at = seq.kv_len + token;
+    return select(0u, at - before, at > before && params.reach_left != UNLIMITED);
 }
 
 // Index of a query (and output) row: `[total_q, q_heads]`.
@@ -92,7 +164,7 @@ fn query_row(seq: Sequence, kv_head: u32, row: u32) -> u32 {
 
 // Index of a partial state: `[splits, kv_heads, rows]` within a sequence.
 fn partial_state(seq: Sequence, split: u32, kv_head: u32, row: u32) -> u32 {
-    return seq.partial_begin + (split * params.kv_heads + kv_head) * seq.q_len * GROUP + row;
+    return seq.partial_begin + ((split - seq.first_split) * params.kv_heads + kv_head) * seq.q_len * GROUP + row;
 }
 
 // Entry of the page table in `plan` for a key.
@@ -110,21 +182,28 @@ fn checked_page(id: u32) -> Page {
     return Page(id, id < params.page_count);
 }
 
-// Walks the keys of a sequence in order: one look into the page table per key, and no division.
+// Walks the keys of a sequence in order: one look into the page table per page, and no division.
 struct Cursor {
     entry: u32,
     slot: u32,
+    page: Page,
 }
 
 fn cursor_at(seq: Sequence, key: u32) -> Cursor {
-    return Cursor(page_entry(seq, key), key % params.page_size);
+    let entry = page_entry(seq, key);
+    return Cursor(entry, key % params.page_size, checked_page(plan[entry]));
 }
 
-// The place of the key after, or the same again where there is none: past the last key nothing is looked up.
+// The place of the key after, or the same again where there is none.
 fn advanced(at: Cursor, exists: bool) -> Cursor {
-    let wraps = at.slot + 1u == params.page_size;
-    let after = Cursor(select(at.entry, at.entry + 1u, wraps), select(at.slot + 1u, 0u, wraps));
-    return Cursor(select(at.entry, after.entry, exists), select(at.slot, after.slot, exists));
+    var next = at;
+    next.slot += select(0u, 1u, exists);
+    if next.slot == params.page_size {
+        next.entry += 1u;
+        next.slot = 0u;
+        next.page = checked_page(plan[next.entry]);
+    }
+    return next;
 }
 
 // Whether every page of keys `key_begin .. key_end` exists. All lanes come to the same answer.

@@ -28,30 +28,45 @@ fn partial_vector(state: u32) -> u32 {
 
 fn store_partial_chunk(state: u32, chunk: u32, value: Chunk) {
     let vector = partial_vector(state) + 1u + chunk * 2u;
-    partials[vector] = value.lo;
-    partials[vector + 1u] = value.hi;
+    workspace.states[vector] = value.lo;
+    workspace.states[vector + 1u] = value.hi;
 }
 
 fn load_partial_chunk(state: u32, chunk: u32) -> Chunk {
     let vector = partial_vector(state) + 1u + chunk * 2u;
-    return Chunk(partials[vector], partials[vector + 1u]);
+    return Chunk(workspace.states[vector], workspace.states[vector + 1u]);
 }
 
 fn store_partial_state(state: u32, row: RowState) {
-    partials[partial_vector(state)] = vec4<f32>(row.m, row.l, 0.0, 0.0);
+    workspace.states[partial_vector(state)] = vec4<f32>(row.m, row.l, 0.0, 0.0);
 }
 
 fn load_partial_state(state: u32) -> RowState {
-    let words = partials[partial_vector(state)];
+    let words = workspace.states[partial_vector(state)];
     return RowState(words.x, words.y);
 }
 
-// A row's result is its accumulator times this. Zero for a row that saw no key, whose accumulator is zero too.
-fn normaliser(row: RowState) -> f32 {
-    return select(0.0, 1.0 / select(1.0, row.l, has_seen(row)), has_seen(row));
+// The end of a row: its result is its accumulator times `factor`, which is zero for a row that saw no key.
+struct Ending {
+    factor: f32,
+    lse: u32,
 }
 
-fn store_lse(row_index: u32, row: RowState) {
-    let value = (row.m + log2(select(1.0, row.l, has_seen(row)))) * LN_2;
-    lse[row_index] = select(NEGATIVE_INFINITY_BITS, bitcast<u32>(value), has_seen(row));
+// `query` is the row's index, from `query_row`.
+fn ending(row: RowState, query: u32) -> Ending {
+    //if SINKS
+    // A sink is a score without a value: it joins the sum of weights, once, when all keys have.
+    let sink = heads[query % (params.kv_heads * GROUP)].y * LOG2_E;
+    let m = max(row.m, sink);
+    let kept = select(0.0, weight(row.m, m), has_seen(row));
+    let l = fma(row.l, kept, weight(sink, m));
+    return Ending(kept / l, bitcast<u32>((m + log2(l)) * LN_2));
+    //else
+    let l = select(1.0, row.l, has_seen(row));
+    let value = (row.m + log2(l)) * LN_2;
+    return Ending(
+        select(0.0, 1.0 / l, has_seen(row)),
+        select(NEGATIVE_INFINITY_BITS, bitcast<u32>(value), has_seen(row)),
+    );
+    //end
 }

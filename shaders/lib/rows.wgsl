@@ -84,6 +84,11 @@ fn scaled(chunk: Chunk, factor: f32) -> Chunk {
     return Chunk(chunk.lo * factor, chunk.hi * factor);
 }
 
+// `b` where `condition` holds, else `a`.
+fn chosen(a: Chunk, b: Chunk, condition: bool) -> Chunk {
+    return Chunk(select(a.lo, b.lo, condition), select(a.hi, b.hi, condition));
+}
+
 // factor * a + b
 fn fma_chunk(factor: f32, a: Chunk, b: Chunk) -> Chunk {
     return Chunk(fma(vec4<f32>(factor), a.lo, b.lo), fma(vec4<f32>(factor), a.hi, b.hi));

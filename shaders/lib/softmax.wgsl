@@ -5,6 +5,7 @@
 // Scores are in units of log2. No infinity and no NaN arises: an implementation may assume that there are none.
 
 const LN_2 = 0.6931471805599453;
+const LOG2_E = 1.4426950408889634;
 const NEGATIVE_INFINITY_BITS = 0xff800000u;
 
 // Seeds a running maximum. No score of the supported range reaches it (-2^126; `SCORE_LOG2_MAX` on the host), and

@@ -1,5 +1,5 @@
-// What a kernel reports to the host through `status`: word 0 counts the workgroups that came to their end, so
-// that a dropped launch is noticed; word 1 collects error bits. Host twin: `Status` in src/status.rs.
+// What a kernel reports to the host through the first words of the workspace: word 0 counts the workgroups that came to
+// their end, so that a dropped launch is noticed; word 1 collects error bits. Host twin: `Status` in src/status.rs.
 
 const STATUS_DONE = 0u;
 const STATUS_ERRORS = 1u;
@@ -9,10 +9,10 @@ const ERROR_SUBGROUP = 4u;
 
 fn report_done(lane: u32) {
     if lane == 0u {
-        atomicAdd(&status[STATUS_DONE], 1u);
+        atomicAdd(&workspace.status[STATUS_DONE], 1u);
     }
 }
 
 fn report_error(bit: u32) {
-    atomicOr(&status[STATUS_ERRORS], bit);
+    atomicOr(&workspace.status[STATUS_ERRORS], bit);
 }

@@ -175,4 +175,14 @@ pub enum CaseError {
         /// The largest supported magnitude: `f32::MAX / log2(e)`, less room for rounding.
         limit: f64,
     },
+    /// The values of latent attention are not the first elements of the keys.
+    #[error("`{v}` is not the first {v_head_dim} elements of each row of `{k}`, which latent attention's values are")]
+    LatentValues {
+        /// Name of the keys.
+        k: &'static str,
+        /// Name of the values.
+        v: &'static str,
+        /// Elements of a value row.
+        v_head_dim: u32,
+    },
 }

@@ -31,10 +31,24 @@ impl Case {
             return Err(CaseError::ScaleRange { found, limit });
         }
         self.validate_shapes()?;
+        self.validate_latent()?;
         self.validate_size()?;
         self.validate_finite()?;
         self.validate_values()?;
         self.validate_range()
+    }
+
+    /// Slots that nobody owns are compared too: a pool has them once.
+    fn validate_latent(&self) -> Result<(), CaseError> {
+        let (k_name, k, v_name, v) = match &self.kv {
+            KvSource::Contiguous { k, v, .. } => ("k", k, "v", v),
+            KvSource::Paged { k_pages, v_pages, .. } => ("k_pages", k_pages, "v_pages", v_pages),
+        };
+        let v_head_dim = self.geometry.v_head_dim();
+        if self.geometry.is_latent() && k.first_of_rows(v_head_dim as usize) != *v {
+            return Err(CaseError::LatentValues { k: k_name, v: v_name, v_head_dim });
+        }
+        Ok(())
     }
 
     /// The checks that extras add to those of [`Case::validate`].

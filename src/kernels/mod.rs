@@ -12,8 +12,11 @@ use std::sync::Arc;
 
 use thiserror::Error;
 
+use crate::attention::{Bias, Extras};
+use crate::case::AttentionOptions;
 use crate::geometry::{Dtype, HeadGeometry};
 pub(crate) use grid::fold_grid;
+pub(crate) use source::Bindings;
 pub use source::KernelId;
 pub use tiles::{DECODE_ROWS_MAX, LANES, SPLIT_KEYS, Tiles};
 pub use variant::{AdapterFacts, DecodeVariant, ItemOrder, PrefillVariant, SUBGROUP_SIZES, Variants};
@@ -32,18 +35,65 @@ pub struct KernelConfig {
     pub kv: Dtype,
     /// Type of the output rows: [`Dtype::F32`] or [`Dtype::F16`].
     pub out: Dtype,
+    /// What happens to scores besides the scale.
+    pub modifiers: Modifiers,
     /// How they are built.
     pub variants: Variants,
 }
 
+/// What happens to scores besides the scale and the causal mask. Compiled in, so that what is off costs nothing.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Modifiers {
+    /// A window that ends on the left.
+    pub window_left: bool,
+    /// A softcap.
+    pub softcap: bool,
+    /// ALiBi slopes.
+    pub alibi: bool,
+    /// Attention sinks.
+    pub sinks: bool,
+    /// A mask.
+    pub mask: bool,
+    /// A bias, and its type.
+    pub bias: Option<Dtype>,
+}
+
+impl Modifiers {
+    /// No modifier.
+    pub const NONE: Self =
+        Self { window_left: false, softcap: false, alibi: false, sinks: false, mask: false, bias: None };
+
+    /// Options and extras that ask for these modifiers.
+    pub(crate) fn example(&self, geometry: &HeadGeometry) -> (AttentionOptions, Extras) {
+        let options = AttentionOptions::new(geometry)
+            .with_window(self.window_left.then_some(40), None)
+            .with_softcap(self.softcap.then_some(5.0));
+        let bias = self.bias.map(|dtype| Bias { dtype, per_head: false });
+        (options, Extras { alibi_slopes: self.alibi, sinks: self.sinks, mask: self.mask, bias })
+    }
+
+    /// Whether there are numbers per query head.
+    pub(crate) fn heads(&self) -> bool {
+        self.alibi || self.sinks
+    }
+}
+
 /// See [`KernelConfig::pipeline_key`].
-pub type PipelineKey = (u32, u32, u32, [Dtype; 3], Variants);
+pub type PipelineKey = (u32, u32, u32, bool, [Dtype; 3], Modifiers, Variants);
 
 impl KernelConfig {
     /// Equal for two configurations exactly if the same pipelines serve both.
     pub fn pipeline_key(&self) -> PipelineKey {
-        let Self { geometry, q, kv, out, variants } = *self;
-        (geometry.group(), geometry.head_dim(), geometry.v_head_dim(), [q, kv, out], variants)
+        let Self { geometry, q, kv, out, modifiers, variants } = *self;
+        (
+            geometry.group(),
+            geometry.head_dim(),
+            geometry.v_head_dim(),
+            geometry.is_latent(),
+            [q, kv, out],
+            modifiers,
+            variants,
+        )
     }
 
     /// The tile sizes.
@@ -178,7 +228,10 @@ impl Kernels {
             }
             check_limits(&device.limits(), kernel, config)?;
         }
-        let attention_layout = layout(device, "attention", &[Uniform, Read, Read, Read, Write, Write, Write, Write]);
+        let mut accesses = vec![Uniform, Read, Read, Write, Write, Write];
+        // Slopes and sinks, the bias, the pages.
+        accesses.resize(Bindings::new(&config.modifiers).kv as usize + 1, Read);
+        let attention_layout = layout(device, "attention", &accesses);
         let append_layout = layout(device, "append", &[Uniform, Read, Read, Read, Write, Write]);
         let compile = async |kernel: KernelId, layout: &wgpu::BindGroupLayout| {
             pipeline(device, kernel, edited(kernel, config, edits)?, layout).await
@@ -228,7 +281,11 @@ fn check_limits(limits: &wgpu::Limits, kernel: KernelId, config: &KernelConfig) 
         ),
         ("max_compute_invocations_per_workgroup", limits.max_compute_invocations_per_workgroup, kernel.lanes(config)),
         ("max_compute_workgroup_size_x", limits.max_compute_workgroup_size_x, kernel.lanes(config)),
-        ("max_storage_buffers_per_shader_stage", limits.max_storage_buffers_per_shader_stage, kernel.storage_buffers()),
+        (
+            "max_storage_buffers_per_shader_stage",
+            limits.max_storage_buffers_per_shader_stage,
+            kernel.storage_buffers(config),
+        ),
     ] {
         if found < needed {
             return Err(BuildError::Limit {

@@ -3,7 +3,7 @@
 
 use std::mem::{offset_of, size_of};
 
-use super::{AdapterFacts, KernelConfig, KernelId, Variants};
+use super::{AdapterFacts, KernelConfig, KernelId, Modifiers, Variants};
 use crate::geometry::{Dtype, HeadGeometry};
 use crate::kv::{AppendParams, RowLayout};
 use crate::plan::{PARAMS_BYTES, Params};
@@ -26,7 +26,9 @@ fn shader_layout(kernel: KernelId, name: &str) -> Layout {
     let geometry = HeadGeometry::new(8, 2, 64).expect("a legal geometry");
     let (q, kv, out) = (Dtype::F32, Dtype::F32, Dtype::F32);
     let variants = Variants::base(&AdapterFacts::PLAIN_GPU, &geometry);
-    let source = kernel.wgsl(&KernelConfig { geometry, q, kv, out, variants }).expect("the kernel expands");
+    let source = kernel
+        .wgsl(&KernelConfig { geometry, q, kv, out, modifiers: Modifiers::NONE, variants })
+        .expect("the kernel expands");
     let module = naga::front::wgsl::parse_str(&source).expect("the kernel parses");
     let mut layouter = naga::proc::Layouter::default();
     layouter.update(module.to_ctx()).expect("the types have layouts");
@@ -51,12 +53,17 @@ fn attention_parameters_agree() {
     let host = host_layout!(Params {
         k_rows,
         v_rows,
-        scale_log2,
-        causal,
+        q_factor,
+        softcap_log2,
+        reach_left,
+        reach_right,
         kv_heads,
         page_size,
         page_count,
+        bias_head_stride,
         page_ids,
+        masks,
+        runs,
         prefill_items,
         prefill_groups,
         decode_items,

@@ -5,8 +5,10 @@ use std::fmt::Write;
 use super::template;
 use super::tiles::{LANES, SPLIT_KEYS};
 use super::variant::{DecodeVariant, Variants};
-use super::{BuildError, KernelConfig};
+use super::{BuildError, KernelConfig, Modifiers};
 use crate::geometry::Dtype;
+use crate::plan::{ITEM_WORDS, RECORD_WORDS};
+use crate::status::STATUS_WORDS;
 
 /// What all kernels share.
 const COMMON: [&str; 3] = [
@@ -16,8 +18,9 @@ const COMMON: [&str; 3] = [
 ];
 
 /// What the kernels of attention share besides.
-const ATTENTION: [&str; 4] = [
+const ATTENTION: [&str; 5] = [
     include_str!("../../shaders/lib/attention.wgsl"),
+    include_str!("../../shaders/lib/scores.wgsl"),
     include_str!("../../shaders/lib/rows.wgsl"),
     include_str!("../../shaders/lib/softmax.wgsl"),
     include_str!("../../shaders/lib/attention_rows.wgsl"),
@@ -88,9 +91,9 @@ impl KernelId {
     }
 
     /// Storage buffers that the kernel binds.
-    pub const fn storage_buffers(self) -> u32 {
+    pub fn storage_buffers(self, config: &KernelConfig) -> u32 {
         match self {
-            Self::Prefill | Self::Decode | Self::Merge => 7,
+            Self::Prefill | Self::Decode | Self::Merge => Bindings::new(&config.modifiers).kv,
             Self::Append => 5,
         }
     }
@@ -117,6 +120,31 @@ impl KernelId {
     }
 }
 
+/// Binding numbers of the attention kernels' last buffers; those before are the same for all.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Bindings {
+    /// Of the slopes and sinks.
+    pub heads: Option<u32>,
+    /// Of the bias.
+    pub bias: Option<u32>,
+    /// Of the pages: the last, and so the number of storage buffers, since the parameters are binding 0.
+    pub kv: u32,
+}
+
+impl Bindings {
+    pub(crate) fn new(modifiers: &Modifiers) -> Self {
+        let mut next = 6;
+        let mut number = |is_there: bool| {
+            let number = is_there.then_some(next);
+            next += u32::from(is_there);
+            number
+        };
+        let heads = number(modifiers.heads());
+        let bias = number(modifiers.bias.is_some());
+        Self { heads, bias, kv: next }
+    }
+}
+
 fn dtype_code(dtype: Dtype) -> u32 {
     match dtype {
         Dtype::F32 => 0,
@@ -127,16 +155,32 @@ fn dtype_code(dtype: Dtype) -> u32 {
 
 fn constants(config: &KernelConfig) -> Vec<(&'static str, u32)> {
     let (geometry, tiles, Variants { prefill, decode }) = (&config.geometry, config.tiles(), config.variants);
+    let (modifiers, bindings) = (&config.modifiers, Bindings::new(&config.modifiers));
     vec![
         ("GROUP", geometry.group()),
         ("HEAD_DIM", geometry.head_dim()),
         ("V_HEAD_DIM", geometry.v_head_dim()),
+        ("LATENT", geometry.is_latent().into()),
         ("QK_CHUNKS", tiles.qk_chunks),
         ("V_CHUNKS", tiles.v_chunks),
         ("V_VECS", 2 * tiles.v_chunks),
         ("Q_DTYPE", dtype_code(config.q)),
         ("KV_DTYPE", dtype_code(config.kv)),
         ("OUT_DTYPE", dtype_code(config.out)),
+        ("STATUS_WORDS", STATUS_WORDS),
+        ("SEQUENCE_WORDS", RECORD_WORDS as u32),
+        ("ITEM_WORDS", ITEM_WORDS as u32 + if modifiers.mask { 2 } else { 0 }),
+        ("WINDOW", modifiers.window_left.into()),
+        ("SOFTCAP", modifiers.softcap.into()),
+        ("ALIBI", modifiers.alibi.into()),
+        ("SINKS", modifiers.sinks.into()),
+        ("MASK", modifiers.mask.into()),
+        ("HEADS", modifiers.heads().into()),
+        ("BIAS", modifiers.bias.is_some().into()),
+        ("BIAS_F32", (modifiers.bias == Some(Dtype::F32)).into()),
+        ("HEADS_BINDING", bindings.heads.unwrap_or(0)),
+        ("BIAS_BINDING", bindings.bias.unwrap_or(0)),
+        ("KV_BINDING", bindings.kv),
         ("LANES", LANES),
         ("PREFILL_LANES", prefill.lanes),
         ("PREFILL_SUBGROUP", prefill.subgroup),

@@ -1,5 +1,7 @@
 //! Tile sizes: each is decided here once, for the shaders, the plan, the memory checks and the error bound.
 
+use std::ops::Range;
+
 use super::variant::{DecodeVariant, PrefillVariant, Variants};
 use crate::chains::Chains;
 use crate::geometry::{HeadGeometry, ROW_ALIGN, padded_dim};
@@ -98,6 +100,11 @@ impl Tiles {
         self.prefill.lanes * self.prefill.rows_per_lane
     }
 
+    /// Tile rows of the workgroups that take a sequence.
+    pub fn tile_rows(&self, geometry: &HeadGeometry, q_len: u32) -> u32 {
+        if Self::decodes(q_len, geometry.group()) { self.decode_rows } else { self.prefill_rows() }
+    }
+
     /// Bytes of workgroup memory of the decode kernel: queries (where no subgroup holds them), scores, rows, partial
     /// maxima and sums.
     pub fn decode_bytes(&self) -> u32 {
@@ -114,8 +121,8 @@ impl Tiles {
     pub fn chains(&self, geometry: &HeadGeometry, q_len: u32, kv_len: u32) -> Chains {
         // A dot product is one chain over the padded row, after scaling the query; an exchange ends it with a tree.
         let dot = 1 + 8 * self.qk_chunks + self.lanes_per_key.ilog2();
-        let (split_keys, splits) = self.splits(geometry, q_len, kv_len);
-        let split_keys = kv_len.min(split_keys);
+        let splits = self.splits(geometry, q_len, 0..kv_len).len() as u32;
+        let split_keys = kv_len.min(self.split_keys(geometry, q_len));
         // A merge multiplies and adds.
         let merges = if splits > 1 { 2 * splits + 1 } else { 0 };
         if Self::decodes(q_len, geometry.group()) {
@@ -131,9 +138,14 @@ impl Tiles {
         }
     }
 
-    /// Keys per split of a sequence, and how many splits it has (at least 1).
-    pub fn splits(&self, geometry: &HeadGeometry, q_len: u32, kv_len: u32) -> (u32, u32) {
-        let split_keys = if Self::decodes(q_len, geometry.group()) { SPLIT_KEYS } else { self.prefill.split_keys };
-        (split_keys, kv_len.div_ceil(split_keys).max(1))
+    /// Keys per split of a sequence.
+    pub fn split_keys(&self, geometry: &HeadGeometry, q_len: u32) -> u32 {
+        if Self::decodes(q_len, geometry.group()) { SPLIT_KEYS } else { self.prefill.split_keys }
+    }
+
+    /// The splits of a sequence whose rows see no keys but `visible`: at least one.
+    pub fn splits(&self, geometry: &HeadGeometry, q_len: u32, visible: Range<u32>) -> Range<u32> {
+        let split_keys = self.split_keys(geometry, q_len);
+        if visible.is_empty() { 0..1 } else { visible.start / split_keys..visible.end.div_ceil(split_keys) }
     }
 }

@@ -145,8 +145,9 @@ impl Variants {
         if lanes == 0 || !lanes.is_multiple_of(subgroup.max(1)) {
             return refuse("prefill lanes are at least 1, and a multiple of the subgroup size");
         }
-        if !(1..=16).contains(&rows_per_lane) || !(1..=16).contains(&step_keys) {
-            return refuse("rows per lane and keys per step are 1 to 16");
+        // Stretches that a mask leaves begin at multiples of 32 keys, and so at a step.
+        if !(1..=16).contains(&rows_per_lane) || ![1, 2, 4, 8, 16].contains(&step_keys) {
+            return refuse("rows per lane are 1 to 16, and keys per step a power of two up to 16");
         }
         if split_keys == 0 || !split_keys.is_multiple_of(step_keys) {
             return refuse("keys per split are a multiple of the keys per step");
@@ -177,10 +178,11 @@ fn prefill(facts: &AdapterFacts, geometry: &HeadGeometry, subgroup: u32) -> Pref
             // Broadcasts cost less than loads from one address: fewer rows per load are enough where rows are short.
             (..=128, 1..) => 3,
             (..=256, 1..) => 4,
-            _ => 2,
+            (..=512, _) => 2,
+            _ => 1,
         };
-        // One subgroup or a few: there is no occupancy to gain, and few rows are idle at a prompt's end.
-        let lanes = subgroup.max(16);
+        // One subgroup, or two small ones: there is no occupancy to gain, and few rows are idle at a prompt's end.
+        let lanes = subgroup.max(8);
         // llvmpipe of Mesa 22 ends all loops of an invocation after 65,535 iterations.
         PrefillVariant {
             subgroup,

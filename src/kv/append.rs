@@ -4,11 +4,10 @@ use bytemuck::{Pod, Zeroable};
 use thiserror::Error;
 
 use super::layout::{KvLayout, RowLayout, VECTOR_BYTES};
-use crate::attention::{BindError, Dispatch, Workspace, bind_group, dispatch, storage_bindings};
-use crate::batch::{Batch, BatchError};
+use crate::attention::{BindError, Dispatch, STATUS_ROOM, Workspace, bind_group, dispatch, storage_bindings};
+use crate::batch::{Batch, BatchError, NO_PAGE};
 use crate::kernels::{KernelId, Kernels, LANES};
-use crate::plan::{PARAMS_BYTES, UploadError, plan_buffer};
-use crate::status::STATUS_BYTES;
+use crate::plan::{PARAMS_BYTES, UploadError, plan_buffer, plan_buffer_bytes};
 
 /// Rows that cannot be appended. Nothing was written.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
@@ -67,6 +66,7 @@ pub(crate) struct AppendParams {
 pub struct AppendPlan {
     layout: KvLayout,
     params: AppendParams,
+    source: SourceVectors,
     slots: Vec<u32>,
 }
 
@@ -89,6 +89,11 @@ impl AppendPlan {
                 return Err(AppendError::TooMany { seq, new, kv_len: *kv_len });
             };
             let pages = batch.page_ids.get(*page_begin as usize..).unwrap_or_default();
+            let written = first / page_size..if new > 0 { kv_len.div_ceil(page_size) } else { 0 };
+            if let Some(entry) = written.into_iter().find(|entry| pages.get(*entry as usize) == Some(&NO_PAGE)) {
+                let index = *page_begin as usize + entry as usize;
+                return Err(BatchError::PageId { index, found: NO_PAGE, page_count: layout.page_count() }.into());
+            }
             // The layout keeps page_count * page_size below 2^32.
             slots.extend((first..*kv_len).filter_map(|position| {
                 pages.get((position / page_size) as usize).map(|page| page * page_size + position % page_size)
@@ -99,31 +104,65 @@ impl AppendPlan {
         if let Some((slot, _)) = sorted.iter().zip(sorted.iter().skip(1)).find(|(slot, next)| slot == next) {
             return Err(AppendError::SameSlot { page: slot / page_size, slot: slot % page_size });
         }
-        let geometry = layout.geometry();
-        let (k_row_vectors, v_row_vectors) = (layout.k_rows().slot_stride, layout.v_rows().slot_stride);
-        let needed = slots.len() as u64 * u64::from(geometry.kv_heads()) * u64::from(k_row_vectors + v_row_vectors);
-        let limit = u64::from(u32::MAX - LANES);
-        if needed > limit {
-            return Err(AppendError::TooLarge { needed, limit });
-        }
+        let source = SourceVectors::new(layout, slots.len() as u32)?;
+        let [k_row_vectors, v_row_vectors] = layout.row_vectors();
         let params = AppendParams {
             k_rows: *layout.k_rows(),
             v_rows: *layout.v_rows(),
             tokens: slots.len() as u32,
-            kv_heads: geometry.kv_heads(),
+            kv_heads: layout.geometry().kv_heads(),
             page_size,
             page_count: layout.page_count(),
-            groups: (needed as u32).div_ceil(LANES),
+            groups: (source.k + source.v).div_ceil(LANES),
             k_row_vectors,
             v_row_vectors,
             padding: 0,
         };
-        Ok(Self { layout: *layout, params, slots })
+        Ok(Self { layout: *layout, params, source, slots })
     }
 
     /// Tokens to be written.
     pub fn tokens(&self) -> u32 {
         self.params.tokens
+    }
+
+    /// Bytes of the append's device buffer.
+    pub fn device_bytes(&self) -> u64 {
+        append_buffer_bytes(self.params.tokens)
+    }
+}
+
+/// Bytes of the device buffer of an append of `tokens` tokens: a slot is a word.
+pub(crate) fn append_buffer_bytes(tokens: u32) -> u64 {
+    plan_buffer_bytes(tokens.into())
+}
+
+/// Vectors of 16 bytes of new key rows and of new value rows.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct SourceVectors {
+    k: u32,
+    v: u32,
+}
+
+impl SourceVectors {
+    /// Of `tokens` new tokens.
+    ///
+    /// # Errors
+    /// [`AppendError::TooLarge`].
+    pub fn new(layout: &KvLayout, tokens: u32) -> Result<Self, AppendError> {
+        let limit = u32::MAX - LANES;
+        let rows = u64::from(tokens) * u64::from(layout.geometry().kv_heads());
+        let [k, v] = layout.row_vectors().map(|vectors| rows.saturating_mul(vectors.into()));
+        let needed = k.saturating_add(v);
+        if needed > limit.into() {
+            return Err(AppendError::TooLarge { needed, limit: limit.into() });
+        }
+        Ok(Self { k: k as u32, v: v as u32 })
+    }
+
+    /// Bytes of either, at least one vector: an empty binding is not allowed.
+    pub fn bytes(self) -> [u64; 2] {
+        [self.k, self.v].map(|vectors| u64::from(vectors.max(1)) * u64::from(VECTOR_BYTES))
     }
 }
 
@@ -132,7 +171,7 @@ impl AppendPlan {
 pub struct AppendSource<'a> {
     /// Key rows `[tokens, kv_heads, head_dim]` in the pool's type, padded to multiples of [`crate::ROW_ALIGN`] elements.
     pub k: wgpu::BufferBinding<'a>,
-    /// Value rows `[tokens, kv_heads, v_head_dim]`, alike.
+    /// Value rows `[tokens, kv_heads, v_head_dim]`, alike; any buffer where values are part of the keys.
     pub v: wgpu::BufferBinding<'a>,
     /// The layer's pages.
     pub kv: wgpu::BufferBinding<'a>,
@@ -152,6 +191,7 @@ pub struct AppendCall {
 pub struct Append {
     buffer: wgpu::Buffer,
     params: AppendParams,
+    source: SourceVectors,
     layout: KvLayout,
 }
 
@@ -163,7 +203,7 @@ impl Append {
     pub fn upload(device: &wgpu::Device, plan: &AppendPlan) -> Result<Self, UploadError> {
         let words = bytemuck::cast_slice(&plan.slots);
         let buffer = plan_buffer(device, "append plan", bytemuck::bytes_of(&plan.params), words)?;
-        Ok(Self { buffer, params: plan.params, layout: plan.layout })
+        Ok(Self { buffer, params: plan.params, source: plan.source, layout: plan.layout })
     }
 
     /// Binds the plan to one layer's buffers.
@@ -177,20 +217,18 @@ impl Append {
         source: AppendSource<'_>,
         workspace: &Workspace,
     ) -> Result<AppendCall, BindError> {
-        let AppendParams { tokens, kv_heads, groups, k_row_vectors, v_row_vectors, .. } = self.params;
-        let rows = |vectors: u32| {
-            (u64::from(tokens) * u64::from(kv_heads) * u64::from(vectors)).max(1) * u64::from(VECTOR_BYTES)
-        };
+        let AppendParams { tokens, groups, .. } = self.params;
+        let [k_bytes, v_bytes] = self.source.bytes();
         let limits = device.limits();
         let slots = wgpu::BufferBinding { buffer: &self.buffer, offset: PARAMS_BYTES, size: None };
         let entries = [
             ("append plan", slots, 4 * u64::from(tokens).max(1)),
-            ("k", source.k, rows(k_row_vectors)),
-            ("v", source.v, rows(v_row_vectors)),
+            ("k", source.k, k_bytes),
+            ("v", source.v, v_bytes),
             ("kv", source.kv, self.layout.bytes().max(16)),
-            ("status", workspace.status().as_entire_buffer_binding(), STATUS_BYTES),
+            ("workspace", workspace.status_binding(), STATUS_ROOM),
         ];
-        let bindings = storage_bindings(&limits, entries)?;
+        let bindings = storage_bindings(&limits, &entries, &["kv", "workspace"])?;
         let dispatch = if groups > 0 { Some(dispatch(&limits, KernelId::Append, groups)?) } else { None };
         let params = wgpu::BufferBinding { buffer: &self.buffer, offset: 0, size: wgpu::BufferSize::new(PARAMS_BYTES) };
         let resources = std::iter::once(params).chain(bindings);

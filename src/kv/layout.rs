@@ -83,7 +83,7 @@ impl KvLayout {
         page_count: u32,
     ) -> Result<Self, LayoutError> {
         let k_row = dtype.row_words(geometry.head_dim()) / 4;
-        let v_row = dtype.row_words(geometry.v_head_dim()) / 4;
+        let v_row = if geometry.is_latent() { 0 } else { dtype.row_words(geometry.v_head_dim()) / 4 };
         // Below 2^96, so that the product with a page count stays below 2^128.
         let slots = u128::from(geometry.kv_heads()) * u128::from(page_size.get());
         let page_vectors = slots * u128::from(k_row + v_row);
@@ -107,7 +107,7 @@ impl KvLayout {
             page_size,
             page_count,
             k_rows: rows(0, k_row),
-            v_rows: rows(v_base, v_row),
+            v_rows: if geometry.is_latent() { rows(0, k_row) } else { rows(v_base, v_row) },
             bytes: u64::from(page_stride) * u64::from(page_count) * u64::from(VECTOR_BYTES),
         })
     }
@@ -145,6 +145,11 @@ impl KvLayout {
     /// Bytes of the pool.
     pub fn bytes(&self) -> u64 {
         self.bytes
+    }
+
+    /// Vectors of 16 bytes that a token's key row and value row take; no value row where it is part of the key row.
+    pub(crate) fn row_vectors(&self) -> [u32; 2] {
+        [self.k_rows.slot_stride, if self.geometry.is_latent() { 0 } else { self.v_rows.slot_stride }]
     }
 
     /// Creates the pool's buffer (`STORAGE | COPY_DST | COPY_SRC`, zeroed by the device).

@@ -6,4 +6,5 @@ mod layout;
 #[cfg(test)]
 pub(crate) use append::AppendParams;
 pub use append::{Append, AppendCall, AppendError, AppendPlan, AppendSource};
+pub(crate) use append::{SourceVectors, append_buffer_bytes};
 pub use layout::{KvLayout, LayoutError, RowLayout};

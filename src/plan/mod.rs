@@ -3,13 +3,18 @@
 //! The same batch gives the same plan, on every machine. What becomes of a sequence (its kernel, its splits)
 //! depends on that sequence alone, so its bits are the same in every batch.
 
+mod mask;
+
 use bytemuck::{Pod, Zeroable};
 use thiserror::Error;
 
-use crate::batch::{Batch, BatchError};
+use std::ops::Range;
+
+use self::mask::{Mask, Run};
+use crate::batch::{Batch, BatchError, NO_PAGE};
 use crate::case::AttentionOptions;
 use crate::chains::Chains;
-use crate::geometry::HeadGeometry;
+use crate::geometry::{HeadGeometry, PageSize};
 use crate::kernels::{ItemOrder, KernelId, Tiles};
 use crate::kv::{KvLayout, RowLayout};
 
@@ -36,6 +41,34 @@ pub enum PlanError {
         /// The scale found.
         found: f64,
     },
+    /// The softcap is no positive number, or not in f32.
+    #[error("softcap is {found}; a positive number that is finite in f32, times log2(e), is needed")]
+    Softcap {
+        /// The softcap found.
+        found: f64,
+    },
+    /// The mask has not an entry for every query row and key.
+    #[error("the mask has {found} entries; {needed} are needed, one for every query row and key of its sequence")]
+    Mask {
+        /// Entries found.
+        found: usize,
+        /// Entries needed.
+        needed: u64,
+    },
+    /// A mask was given and the configuration has none, or the other way round.
+    #[error("a mask is {}; the configuration says otherwise", if *.given { "given" } else { "left out" })]
+    MaskGiven {
+        /// Whether it was given.
+        given: bool,
+    },
+    /// A sequence needs a page that its table says it has not.
+    #[error("entry {entry} of the page table of sequence {seq} is `NO_PAGE`; its rows see keys of that page")]
+    NoPage {
+        /// The sequence.
+        seq: usize,
+        /// The entry, counted from the sequence's first.
+        entry: u32,
+    },
     /// A count that the kernels keep in 32 bits is too large.
     #[error("the batch needs {needed} {what}; at most {limit} are possible in one call")]
     TooMany {
@@ -54,12 +87,17 @@ pub enum PlanError {
 pub(crate) struct Params {
     pub k_rows: RowLayout,
     pub v_rows: RowLayout,
-    pub scale_log2: f32,
-    pub causal: u32,
+    pub q_factor: f32,
+    pub softcap_log2: f32,
+    pub reach_left: u32,
+    pub reach_right: u32,
     pub kv_heads: u32,
     pub page_size: u32,
     pub page_count: u32,
+    pub bias_head_stride: u32,
     pub page_ids: u32,
+    pub masks: u32,
+    pub runs: u32,
     pub prefill_items: u32,
     pub prefill_groups: u32,
     pub decode_items: u32,
@@ -86,37 +124,60 @@ pub struct Plan {
     pub(crate) total_q: u32,
     pub(crate) layout: KvLayout,
     tiles: Tiles,
+    pub(crate) score_pairs: u64,
     workspace_bytes: u64,
     chains: Vec<Chains>,
 }
 
+/// A reach that has no end, in [`Params`].
+const UNLIMITED: u32 = u32::MAX;
+
 impl Plan {
-    /// Plans attention of `batch` over a pool of `layout`.
+    /// Plans attention of `batch` over a pool of `layout`. `mask` has an entry for every query row and key of its
+    /// sequence, row by row, or is left out; `bias_per_head` says whether each query head has a bias of its own.
     pub(crate) fn new(
         batch: &Batch<'_>,
         layout: &KvLayout,
         options: &AttentionOptions,
         tiles: &Tiles,
+        mask: Option<&[bool]>,
+        bias_per_head: bool,
     ) -> Result<Self, PlanError> {
         batch.validate(layout.page_size(), layout.page_count())?;
-        let scale_log2 = (options.scale * std::f64::consts::LOG2_E) as f32;
-        if !scale_log2.is_finite() {
+        let log2 = |factor: f64| (factor * std::f64::consts::LOG2_E) as f32;
+        let (q_factor, softcap_log2) = match options.softcap {
+            Some(cap) => ((options.scale / cap) as f32, log2(cap)),
+            None => (log2(options.scale), 0.0),
+        };
+        if !q_factor.is_finite() {
             return Err(PlanError::Scale { found: options.scale });
         }
+        if let Some(found) = options.softcap
+            && !(softcap_log2.is_normal() && softcap_log2 > 0.0)
+        {
+            return Err(PlanError::Softcap { found });
+        }
         let geometry = layout.geometry();
-        let lists = WorkLists::new(batch, geometry, options, tiles)?;
+        let mask = mask.map(|mask| Mask::new(mask, batch)).transpose()?;
+        let lists = WorkLists::new(batch, layout, options, tiles, mask.as_ref())?;
         let kv_heads = geometry.kv_heads();
         let groups = |items: &[Item], what| {
             let needed = items.len() as u64 * u64::from(kv_heads);
             count(what, needed)
         };
-        let mut words = lists.sequences.concat();
+        let mut words = Vec::with_capacity(lists.words as usize + batch.page_ids.len());
+        words.extend(lists.sequences.iter().flatten());
+        let masked = mask.is_some();
         let mut list = |items: &[Item]| {
             let start = words.len() as u64;
-            words.extend(items.iter().flat_map(Item::words));
+            words.extend(items.iter().flat_map(|item| item.words(masked)));
             start
         };
         let starts = [list(&lists.prefill), list(&lists.decode), list(&lists.merge)];
+        let masks = words.len() as u64;
+        words.extend(mask.into_iter().flat_map(|mask| mask.words));
+        let runs = words.len() as u64;
+        words.extend(lists.runs.iter().flat_map(Run::words));
         let page_ids = words.len() as u64;
         words.extend_from_slice(batch.page_ids);
         count("plan words", words.len() as u64)?;
@@ -124,12 +185,17 @@ impl Plan {
         let params = Params {
             k_rows: *layout.k_rows(),
             v_rows: *layout.v_rows(),
-            scale_log2,
-            causal: options.causal.into(),
+            q_factor,
+            softcap_log2,
+            reach_left: options.window_left.unwrap_or(UNLIMITED),
+            reach_right: if options.causal { 0 } else { options.window_right.unwrap_or(UNLIMITED) },
             kv_heads,
             page_size: layout.page_size().get(),
             page_count: layout.page_count(),
+            bias_head_stride: if bias_per_head { count("elements of a head's bias", lists.score_pairs)? } else { 0 },
             page_ids: page_ids as u32,
+            masks: masks as u32,
+            runs: runs as u32,
             prefill_items,
             prefill_groups: groups(&lists.prefill, "prefill workgroups")?,
             decode_items,
@@ -143,7 +209,8 @@ impl Plan {
             total_q: batch.total_q(),
             layout: *layout,
             tiles: *tiles,
-            workspace_bytes: lists.states * state_bytes(tiles),
+            score_pairs: lists.score_pairs,
+            workspace_bytes: workspace_bytes(lists.states, tiles)?,
             chains: lists.chains,
         })
     }
@@ -174,7 +241,7 @@ impl Plan {
 
     /// Bytes of the step's device buffer.
     pub fn device_bytes(&self) -> u64 {
-        PARAMS_BYTES + (self.words.len().max(1) as u64) * 4
+        plan_buffer_bytes(self.words.len() as u64)
     }
 }
 
@@ -190,6 +257,7 @@ pub struct DevicePlan {
     pub(crate) layout: KvLayout,
     pub(crate) tiles: Tiles,
     pub(crate) total_q: u32,
+    pub(crate) score_pairs: u64,
     pub(crate) workspace_bytes: u64,
 }
 
@@ -208,9 +276,15 @@ impl DevicePlan {
             layout: plan.layout,
             tiles: plan.tiles,
             total_q: plan.total_q,
+            score_pairs: plan.score_pairs,
             workspace_bytes: plan.workspace_bytes,
         })
     }
+}
+
+/// Bytes of the device buffer of a plan with `words` words: an empty binding is not allowed.
+pub(crate) fn plan_buffer_bytes(words: u64) -> u64 {
+    PARAMS_BYTES + words.max(1) * 4
 }
 
 /// A buffer with parameters at its start and words from [`PARAMS_BYTES`] on, written as it is made.
@@ -220,7 +294,7 @@ pub(crate) fn plan_buffer(
     params: &[u8],
     words: &[u8],
 ) -> Result<wgpu::Buffer, UploadError> {
-    let bytes = PARAMS_BYTES + (words.len() as u64).max(4);
+    let bytes = plan_buffer_bytes(words.len() as u64 / 4);
     let limits = device.limits();
     let allowed = limits.max_storage_buffer_binding_size.min(limits.max_buffer_size);
     if bytes > allowed {
@@ -248,6 +322,76 @@ fn state_bytes(tiles: &Tiles) -> u64 {
     u64::from(1 + 2 * tiles.v_chunks) * 16
 }
 
+/// Bytes of `states` partial states.
+///
+/// # Errors
+/// [`PlanError::TooMany`] if the kernels cannot count them.
+pub(crate) fn workspace_bytes(states: u64, tiles: &Tiles) -> Result<u64, PlanError> {
+    count("vectors of partial states", states.saturating_mul((1 + 2 * tiles.v_chunks).into()))?;
+    Ok(states * state_bytes(tiles))
+}
+
+/// Checks the rows of a call.
+///
+/// # Errors
+/// [`PlanError::TooMany`] if the kernels cannot count the vectors of their tensors.
+pub(crate) fn check_rows(total_q: u32, geometry: &HeadGeometry, tiles: &Tiles) -> Result<(), PlanError> {
+    let rows_all = u64::from(total_q) * u64::from(geometry.q_heads());
+    count("output vectors", rows_all.saturating_mul((2 * tiles.qk_chunks.max(tiles.v_chunks)).into())).map(|_| ())
+}
+
+/// What a sequence adds to a plan and to its workspace, counted without making the lists.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct SequenceSize {
+    /// Words of its record and of its work items; its page ids take a word each beside these.
+    pub words: u64,
+    /// Partial states.
+    pub states: u64,
+}
+
+impl SequenceSize {
+    /// Of a sequence of a batch that [`check_rows`] has passed.
+    ///
+    /// # Errors
+    /// [`PlanError::TooLong`], for the sequence `seq`.
+    pub fn new(
+        seq: usize,
+        geometry: &HeadGeometry,
+        tiles: &Tiles,
+        options: &AttentionOptions,
+        (q_len, kv_len): (u32, u32),
+    ) -> Result<Self, PlanError> {
+        // A kernel adds a reach of up to `kv_len` to a position.
+        if q_len.checked_add(kv_len).and_then(|sum| sum.checked_add(kv_len)?.checked_add(1)).is_none() {
+            return Err(PlanError::TooLong { seq, q_len, kv_len });
+        }
+        let rows = q_len * geometry.group();
+        let splits = tiles.splits(geometry, q_len, visible(options, (q_len, kv_len), 0..q_len)).len() as u64;
+        let (merges, states) = if splits > 1 {
+            (rows.div_ceil(tiles.merge_rows), splits * u64::from(rows) * u64::from(geometry.kv_heads()))
+        } else {
+            (0, 0)
+        };
+        let items = splits * u64::from(rows.div_ceil(tiles.tile_rows(geometry, q_len)));
+        Ok(Self { words: RECORD_WORDS as u64 + ITEM_WORDS as u64 * (items + u64::from(merges)), states })
+    }
+}
+
+/// The keys that causal mask and window leave to some rows of a sequence. Both ends rise from row to row.
+fn visible(options: &AttentionOptions, (q_len, kv_len): (u32, u32), rows: Range<u32>) -> Range<u32> {
+    if rows.is_empty() {
+        return 0..0;
+    }
+    let [first, last] = [rows.start, rows.end - 1].map(|row| options.visible(q_len, kv_len, row));
+    first.start..last.end.max(first.start)
+}
+
+/// Words of a sequence's record in a plan.
+pub(crate) const RECORD_WORDS: usize = 9;
+
+/// Words of a work item; with a mask, two more.
+pub(crate) const ITEM_WORDS: usize = 4;
+
 /// Rows and keys of a sequence that one workgroup per KV head works on.
 #[derive(Clone, Copy, Debug)]
 struct Item {
@@ -255,74 +399,130 @@ struct Item {
     first_row: u32,
     key_begin: u32,
     key_end: u32,
+    /// With a mask: its first run, and how many there are.
+    first_run: u32,
+    runs: u32,
 }
 
 impl Item {
-    fn words(&self) -> [u32; 4] {
-        [self.seq, self.first_row, self.key_begin, self.key_end]
+    fn words(&self, masked: bool) -> impl Iterator<Item = u32> {
+        let words = [self.seq, self.first_row, self.key_begin, self.key_end, self.first_run, self.runs];
+        words.into_iter().take(if masked { ITEM_WORDS + 2 } else { ITEM_WORDS })
     }
 }
 
 struct WorkLists {
-    sequences: Vec<[u32; 6]>,
+    sequences: Vec<[u32; RECORD_WORDS]>,
     prefill: Vec<Item>,
     decode: Vec<Item>,
     merge: Vec<Item>,
+    runs: Vec<Run>,
+    words: u64,
     states: u64,
+    /// Pairs of a query row and a key of its sequence.
+    score_pairs: u64,
     chains: Vec<Chains>,
 }
 
 impl WorkLists {
     fn new(
         batch: &Batch<'_>,
-        geometry: &HeadGeometry,
+        layout: &KvLayout,
         options: &AttentionOptions,
         tiles: &Tiles,
+        mask: Option<&Mask>,
     ) -> Result<Self, PlanError> {
+        let geometry = layout.geometry();
         let group = geometry.group();
-        let rows_all = u64::from(batch.total_q()) * u64::from(geometry.q_heads());
-        count("output vectors", rows_all * u64::from(2 * tiles.qk_chunks.max(tiles.v_chunks)))?;
+        check_rows(batch.total_q(), geometry, tiles)?;
         let mut lists = Self {
             sequences: Vec::with_capacity(batch.seqs()),
             prefill: Vec::new(),
             decode: Vec::new(),
             merge: Vec::new(),
+            runs: Vec::new(),
+            words: 0,
             states: 0,
+            score_pairs: 0,
             chains: Vec::with_capacity(batch.seqs()),
         };
+        let mut mask_words = 0_u64;
         let spans = batch.q_indptr.iter().zip(batch.q_indptr.iter().skip(1));
         for (index, ((q_begin, q_end), (page_begin, kv_len))) in
             spans.zip(batch.page_indptr.iter().zip(batch.kv_len)).enumerate()
         {
             let (seq, q_len, kv_len) = (count("sequences", index as u64)?, q_end - q_begin, *kv_len);
-            if q_len.checked_add(kv_len).and_then(|sum| sum.checked_add(1)).is_none() {
-                return Err(PlanError::TooLong { seq: index, q_len, kv_len });
-            }
+            let lengths = (q_len, kv_len);
+            let size = SequenceSize::new(index, geometry, tiles, options, lengths)?;
             let rows = q_len * group;
-            let (split_keys, splits) = tiles.splits(geometry, q_len, kv_len);
-            lists.sequences.push([*q_begin, q_len, kv_len, *page_begin, lists.states as u32, splits]);
+            let seen = visible(options, lengths, 0..q_len);
+            check_pages(batch, layout.page_size(), index, &seen)?;
+            let split_keys = tiles.split_keys(geometry, q_len);
+            let splits = tiles.splits(geometry, q_len, seen);
+            lists.sequences.push([
+                *q_begin,
+                q_len,
+                kv_len,
+                *page_begin,
+                lists.states as u32,
+                splits.len() as u32,
+                splits.start,
+                mask_words as u32,
+                lists.score_pairs as u32,
+            ]);
+            lists.score_pairs += u64::from(q_len) * u64::from(kv_len);
+            lists.words += size.words;
+            lists.states += size.states;
+            // Records hold in 32 bits how many states lie before a sequence's own.
+            workspace_bytes(lists.states, tiles)?;
             lists.chains.push(tiles.chains(geometry, q_len, kv_len));
             let decodes = Tiles::decodes(q_len, group);
-            let tile_rows = if decodes { tiles.decode_rows } else { tiles.prefill_rows() };
-            for split in 0..splits {
-                let key_begin = split * split_keys;
-                let split_end = kv_len.min(key_begin.saturating_add(split_keys));
-                let items = (0..rows).step_by(tile_rows as usize).map(|first_row| {
-                    let last_token = first_row.saturating_add(tile_rows - 1).min(rows - 1) / group;
-                    let seen = options.visible(q_len, kv_len, last_token).end;
-                    // A decode reads its split whole, whatever its rows see of it: they are few.
-                    let key_end = if decodes { split_end } else { split_end.min(seen).max(key_begin) };
-                    Item { seq, first_row, key_begin, key_end }
-                });
-                if decodes { &mut lists.decode } else { &mut lists.prefill }.extend(items);
+            let tile_rows = tiles.tile_rows(geometry, q_len);
+            for split in splits.clone() {
+                let split_begin = split * split_keys;
+                let split_end = kv_len.min(split_begin.saturating_add(split_keys));
+                for first_row in (0..rows).step_by(tile_rows as usize) {
+                    let last_row = first_row.saturating_add(tile_rows - 1).min(rows - 1);
+                    let tokens = first_row / group..last_row / group + 1;
+                    let seen = visible(options, lengths, tokens.clone());
+                    let mut keys = seen.start.max(split_begin)..seen.end.min(split_end);
+                    let first_run = lists.runs.len();
+                    if let Some(mask) = mask {
+                        mask.runs(mask_words as usize, kv_len, tokens, keys, &mut lists.runs);
+                        let own = lists.runs.get(first_run..).unwrap_or_default();
+                        keys = own.first().map_or(0, |run| run.begin)..own.last().map_or(0, |run| run.end);
+                    }
+                    // Without keys an item still belongs to its split.
+                    let keys = if keys.is_empty() { split_begin..split_begin } else { keys };
+                    let item = Item {
+                        seq,
+                        first_row,
+                        key_begin: keys.start,
+                        key_end: keys.end,
+                        first_run: first_run as u32,
+                        runs: (lists.runs.len() - first_run) as u32,
+                    };
+                    if decodes { &mut lists.decode } else { &mut lists.prefill }.push(item);
+                }
             }
+            mask_words += u64::from(q_len) * u64::from(kv_len.div_ceil(32));
+            let splits = splits.len();
             if splits > 1 {
                 let starts = (0..rows).step_by(tiles.merge_rows as usize);
-                lists.merge.extend(starts.map(|first_row| Item { seq, first_row, key_begin: 0, key_end: kv_len }));
-                lists.states += u64::from(splits) * u64::from(rows) * u64::from(geometry.kv_heads());
-                count("vectors of partial states", lists.states * u64::from(1 + 2 * tiles.v_chunks))?;
+                lists.merge.extend(starts.map(|first_row| Item {
+                    seq,
+                    first_row,
+                    key_begin: 0,
+                    key_end: kv_len,
+                    first_run: 0,
+                    runs: 0,
+                }));
             }
         }
+        // Records hold in 32 bits where a sequence's mask and bias begin.
+        count("words of masks", mask_words)?;
+        count("pairs of query row and key", lists.score_pairs)?;
+        count("words of runs", lists.runs.len() as u64 * 3)?;
         // The sort is stable, so the order is the same on every machine.
         lists.prefill.sort_by_key(|item| std::cmp::Reverse(item.key_end - item.key_begin));
         if tiles.prefill.order == ItemOrder::Alternating {
@@ -335,8 +535,19 @@ impl WorkLists {
     }
 }
 
+/// Checks that a sequence has the pages of the keys that its rows see.
+fn check_pages(batch: &Batch<'_>, page_size: PageSize, seq: usize, seen: &Range<u32>) -> Result<(), PlanError> {
+    let begin = batch.page_indptr.get(seq).map_or(0, |begin| *begin as usize);
+    let entries = seen.start / page_size.get()..page_size.pages_for(seen.end);
+    let missing = |entry: &u32| batch.page_ids.get(begin + *entry as usize) == Some(&NO_PAGE);
+    match if seen.is_empty() { None } else { entries.into_iter().find(missing) } {
+        Some(entry) => Err(PlanError::NoPage { seq, entry }),
+        None => Ok(()),
+    }
+}
+
 /// A count that the kernels keep in 32 bits.
-fn count(what: &'static str, needed: u64) -> Result<u32, PlanError> {
+pub(crate) fn count(what: &'static str, needed: u64) -> Result<u32, PlanError> {
     u32::try_from(needed).map_err(|_| PlanError::TooMany { what, needed, limit: u32::MAX.into() })
 }
 

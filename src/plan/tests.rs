@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use proptest::prelude::*;
 
-use super::{PARAMS_BYTES, Plan, state_bytes};
+use super::{PARAMS_BYTES, Plan, RECORD_WORDS, SequenceSize, state_bytes};
 use crate::batch::Batch;
 use crate::case::AttentionOptions;
 use crate::geometry::{Dtype, HeadGeometry, PageSize};
@@ -17,6 +17,7 @@ struct Owned {
     geometry: HeadGeometry,
     facts: AdapterFacts,
     causal: bool,
+    window: (Option<u32>, Option<u32>),
     prefill_split_keys: u32,
     page_size: PageSize,
     page_count: u32,
@@ -34,7 +35,7 @@ impl Owned {
     }
 
     fn options(&self) -> AttentionOptions {
-        AttentionOptions::new(&self.geometry).with_causal(self.causal)
+        AttentionOptions::new(&self.geometry).with_causal(self.causal).with_window(self.window.0, self.window.1)
     }
 
     fn plan(&self) -> Plan {
@@ -54,7 +55,7 @@ impl Owned {
             page_ids: &page_ids,
             kv_len: &kv_len,
         };
-        Plan::new(&batch, &layout, &self.options(), &self.tiles()).unwrap()
+        Plan::new(&batch, &layout, &self.options(), &self.tiles(), None, false).unwrap()
     }
 }
 
@@ -62,15 +63,16 @@ impl Owned {
 fn batch() -> impl Strategy<Value = Owned> {
     let q_len = prop_oneof![Just(1_u32), Just(0), 2_u32..20, 14_u32..70, 100_u32..300];
     let kv_len = prop_oneof![Just(0_u32), 1_u32..40, 250_u32..260, 500_u32..520, 0_u32..3000];
-    let heads = (1_u32..5, prop_oneof![1_u32..5, 5_u32..40], 1_u32..257, 1_u32..257);
+    let heads = (1_u32..5, prop_oneof![1_u32..5, 5_u32..40], 1_u32..577, 1_u32..513);
     let plain = prop_oneof![Just(AdapterFacts::PLAIN_GPU), Just(AdapterFacts::PLAIN_CPU)];
     let facts = (plain, prop::option::of(prop::sample::select(SUBGROUP_SIZES.to_vec())))
         .prop_map(|(plain, size)| size.map_or(plain, |size| plain.with_subgroups(size)));
     let lengths = prop::collection::vec((q_len, kv_len, 0_u32..3), 0..9);
     let prefill_split_keys = prop_oneof![Just(u32::MAX), Just(128), Just(1024)];
-    let others = (any::<bool>(), prefill_split_keys, 1_u32..70, any::<u32>());
+    let reach = || prop::option::of(prop_oneof![0_u32..20, 200_u32..700, Just(u32::MAX)]);
+    let others = (any::<bool>(), (reach(), reach()), prefill_split_keys, 1_u32..70, any::<u32>());
     (lengths, heads, facts, others).prop_map(|(lengths, (kv_heads, group, head_dim, v_head_dim), facts, others)| {
-        let (causal, prefill_split_keys, page_size, seed) = others;
+        let (causal, window, prefill_split_keys, page_size, seed) = others;
         let geometry = HeadGeometry::with_v_head_dim(kv_heads * group, kv_heads, head_dim, v_head_dim).unwrap();
         let page_size = PageSize::new(page_size).unwrap();
         let page_count = 50;
@@ -86,7 +88,7 @@ fn batch() -> impl Strategy<Value = Owned> {
                 (q_len, kv_len, pages.collect())
             })
             .collect();
-        Owned { geometry, facts, causal, prefill_split_keys, page_size, page_count, seqs }
+        Owned { geometry, facts, causal, window, prefill_split_keys, page_size, page_count, seqs }
     })
 }
 
@@ -115,8 +117,9 @@ fn check(batch: &Owned) {
         (items(&plan, params.merge_items, params.merge_groups), tiles.merge_rows),
     ];
     // The parts follow one another, and nothing is left over.
-    let mut end = 6 * batch.seqs.len() as u32;
+    let mut end = RECORD_WORDS as u32 * batch.seqs.len() as u32;
     let starts = [params.prefill_items, params.decode_items, params.merge_items, params.page_ids];
+    assert_eq!(params.masks, params.page_ids);
     for (i, start) in starts.into_iter().enumerate() {
         assert_eq!(start, end);
         end += lists.get(i).map_or(0, |(items, _)| 4 * items.len() as u32);
@@ -153,34 +156,46 @@ fn check(batch: &Owned) {
         }
     }
 
-    let (mut q_begin, mut page_begin, mut states) = (0, 0, 0);
+    let mut counted = SequenceSize { words: page_ids.len() as u64, states: 0 };
+    let (mut q_begin, mut page_begin, mut states, mut mask_words, mut pairs) = (0, 0, 0, 0, 0);
     for (seq, (q_len, kv_len, pages)) in (0_u32..).zip(&batch.seqs) {
         let decodes = *q_len == 1 || q_len * group <= 16;
         let split_keys = if decodes { SPLIT_KEYS } else { tiles.prefill.split_keys };
-        let splits = kv_len.div_ceil(split_keys).max(1);
-        let record = [q_begin, *q_len, *kv_len, page_begin, states, splits];
-        assert_eq!(plan.words[6 * seq as usize..][..6], record);
+        let visible = |row: u32| options.visible(*q_len, *kv_len, row / group);
+        // Splits from the first to the last that holds a key which any row sees.
+        let seen: Vec<_> = (0..q_len * group).map(visible).filter(|keys| !keys.is_empty()).collect();
+        let begin = seen.iter().map(|keys| keys.start).min().unwrap_or(0);
+        let end = seen.iter().map(|keys| keys.end).max().unwrap_or(0);
+        let first_split = begin / split_keys;
+        let splits = (end.div_ceil(split_keys) - first_split).max(1);
+        let record = [q_begin, *q_len, *kv_len, page_begin, states, splits, first_split, mask_words, pairs];
+        assert_eq!(plan.words[RECORD_WORDS * seq as usize..][..RECORD_WORDS], record);
+        let size = SequenceSize::new(seq as usize, &batch.geometry, &tiles, &options, (*q_len, *kv_len)).unwrap();
+        counted = SequenceSize { words: counted.words + size.words, states: counted.states + size.states };
         q_begin += q_len;
         page_begin += pages.len() as u32;
+        mask_words += q_len * kv_len.div_ceil(32);
+        pairs += q_len * kv_len;
         if splits > 1 {
             states += splits * q_len * group * batch.geometry.kv_heads();
         }
         assert_eq!(plan.chains()[seq as usize], tiles.chains(&batch.geometry, *q_len, *kv_len));
         for row in 0..q_len * group {
-            let visible = options.visible(*q_len, *kv_len, row / group).end;
             let Row { prefill, decode, merges } = rows.remove(&(seq, row)).expect("a row that nobody works on");
             let (mut found, other) = if decodes { (decode, prefill) } else { (prefill, decode) };
             assert!(other.is_empty());
             found.sort_unstable();
-            // Not a key more than the last row of a prefill tile sees; a decode takes all.
-            let tile = row / tiles.prefill_rows() * tiles.prefill_rows();
-            let last = (tile + tiles.prefill_rows()).min(q_len * group) - 1;
-            let end = if decodes { *kv_len } else { options.visible(*q_len, *kv_len, last / group).end };
-            assert!(visible <= end);
-            // One range per split, from multiples of the split on, without gap or overlap: each visible key once.
-            let expected = (0..splits).map(|split| {
-                let begin = split * split_keys;
-                (begin, end.min(begin.saturating_add(split_keys)).max(begin))
+            // Not a key more than any row of the tile sees, and each of them.
+            let tile_rows = if decodes { tiles.decode_rows } else { tiles.prefill_rows() };
+            let tile = row / tile_rows * tile_rows;
+            let (first, last) = (visible(tile), visible((tile + tile_rows).min(q_len * group) - 1));
+            let (begin, end) = (first.start, last.end);
+            assert!(visible(row).is_empty() || (begin <= visible(row).start && visible(row).end <= end));
+            // One range per split, cut from it, without gap or overlap: each visible key once.
+            let expected = (first_split..first_split + splits).map(|split| {
+                let whole = split * split_keys..(split * split_keys).saturating_add(split_keys);
+                let keys = (begin.max(whole.start), end.min(whole.end));
+                if keys.0 < keys.1 { keys } else { (whole.start, whole.start) }
             });
             assert_eq!(found, expected.collect::<Vec<_>>());
             assert_eq!(merges, u32::from(splits > 1), "merged once, and only what was split");
@@ -188,6 +203,7 @@ fn check(batch: &Owned) {
     }
     assert!(rows.is_empty(), "work on rows that do not exist");
     assert_eq!(plan.workspace_bytes(), u64::from(states) * state_bytes(&tiles));
+    assert_eq!(counted, SequenceSize { words: plan.words.len() as u64, states: states.into() });
 }
 
 proptest! {
@@ -225,11 +241,11 @@ proptest! {
 
 /// All that a plan says of one sequence, but for where its rows, pages and states lie.
 fn of_sequence(plan: &Plan, index: usize) -> (Vec<u32>, [Vec<[u32; 3]>; 3], crate::Chains) {
-    let record = &plan.words[6 * index..][..6];
+    let record = &plan.words[RECORD_WORDS * index..][..RECORD_WORDS];
     let (page_begin, params) = (record[3] as usize, &plan.params);
     let pages = params.page_ids as usize + page_begin;
     let first_page = plan.words.get(pages).copied().filter(|_| record[2] > 0);
-    let numbers = [record[1], record[2], record[5]].into_iter().chain(first_page).collect();
+    let numbers = [record[1], record[2], record[5], record[6]].into_iter().chain(first_page).collect();
     let lists = [
         (params.prefill_items, params.prefill_groups),
         (params.decode_items, params.decode_groups),

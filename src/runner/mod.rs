@@ -11,9 +11,9 @@ use thiserror::Error;
 
 use self::host::{PageTable, padded, paged_bytes, unpadded};
 use self::timestamps::{Queries, elapsed_ms};
-use crate::attention::{Attention, AttentionConfig, AttentionIo, BindError, Workspace};
+use crate::attention::{Attention, AttentionConfig, AttentionIo, Bias, BindError, Extras, Workspace, modifiers};
 use crate::batch::Batch;
-use crate::case::{AttentionOptions, Case, CaseError, KvSource};
+use crate::case::{Case, CaseError, CaseExtras, KvSource};
 use crate::chains::Chains;
 use crate::geometry::{Dtype, PageSize, padded_dim};
 use crate::kernels::{
@@ -52,12 +52,6 @@ pub enum RunError {
         found: u64,
         /// Bytes needed.
         needed: u64,
-    },
-    /// An option that the kernels do not have yet.
-    #[error("{what} is not supported yet")]
-    Unsupported {
-        /// The option.
-        what: &'static str,
     },
     /// The case does not suit the options.
     #[error(transparent)]
@@ -112,6 +106,21 @@ impl RunOptions {
         Self { page_size, page_ids: None, out_dtype: Dtype::F32, variants: None }
     }
 
+    /// The kernels that a run of `case` takes, built in the given way.
+    pub fn kernels(&self, case: &Case, variants: Variants) -> KernelConfig {
+        let kv = match case.kv() {
+            KvSource::Contiguous { k, .. } | KvSource::Paged { k_pages: k, .. } => k.dtype(),
+        };
+        KernelConfig {
+            geometry: *case.geometry(),
+            q: case.q().dtype(),
+            kv,
+            out: self.out_dtype,
+            modifiers: modifiers(case.options(), &extras(case)),
+            variants,
+        }
+    }
+
     /// Refuses what no device could run, without one: values outside the output type, page ids that do not fit the case,
     /// and pools or sequences past 32 bits. [`Runner::run`] checks it again.
     ///
@@ -123,7 +132,6 @@ impl RunOptions {
 
     /// The page table and the pool that a run will have.
     fn lay_out(&self, case: &Case) -> Result<(PageTable, KvLayout), RunError> {
-        refuse_options(case)?;
         case.validate_out(self.out_dtype)?;
         for (seq, (q_len, kv_len)) in case.lengths().into_iter().enumerate() {
             if q_len.checked_add(kv_len).is_none() {
@@ -140,21 +148,27 @@ impl RunOptions {
     }
 }
 
-/// Options that the reference has and the kernels have not.
-fn refuse_options(case: &Case) -> Result<(), RunError> {
-    let (options, extras) = (case.options(), case.extras());
-    let given = [
-        ("a sliding window", options.window_left.is_some() || options.window_right.is_some()),
-        ("a soft cap", options.softcap.is_some()),
-        ("ALiBi (`alibi_slopes`)", extras.alibi_slopes.is_some()),
-        ("attention sinks (`sinks`)", extras.sinks.is_some()),
-        ("a mask (`mask`)", extras.mask.is_some()),
-        ("an additive bias (`bias`)", extras.bias.is_some()),
-    ];
-    match given.into_iter().find(|(_, given)| *given) {
-        Some((what, _)) => Err(RunError::Unsupported { what }),
-        None => Ok(()),
+/// What a case asks of a call besides its options.
+fn extras(case: &Case) -> Extras {
+    let CaseExtras { alibi_slopes, sinks, mask, bias, .. } = case.extras();
+    Extras {
+        alibi_slopes: alibi_slopes.is_some(),
+        sinks: sinks.is_some(),
+        mask: mask.is_some(),
+        bias: bias
+            .as_ref()
+            .map(|bias| Bias { dtype: bias.dtype(), per_head: bias.shape().first().is_some_and(|heads| *heads > 1) }),
     }
+}
+
+/// Slopes and sinks of a case, as the kernels want them; zeros for what it has not.
+fn head_words(case: &Case) -> Vec<u8> {
+    let CaseExtras { alibi_slopes, sinks, .. } = case.extras();
+    let of_head = |values: &Option<Vec<f32>>, head: usize| {
+        values.as_ref().and_then(|values| values.get(head)).copied().unwrap_or(0.0)
+    };
+    let heads = 0..case.geometry().q_heads() as usize;
+    heads.flat_map(|head| [of_head(alibi_slopes, head), of_head(sinks, head)]).flat_map(f32::to_le_bytes).collect()
 }
 
 /// One kernel that a run dispatched, and why it was chosen.
@@ -329,21 +343,27 @@ impl Runner {
     /// that a run reports is then its own.
     fn warm_up(&self, kernels: &Kernels) -> Result<(), RunError> {
         let device = &self.device;
-        let KernelConfig { geometry, q, kv, out, .. } = *kernels.config();
+        let KernelConfig { geometry, q, kv, out, modifiers, .. } = *kernels.config();
         let layout = KvLayout::new(geometry, kv, PageSize::ONE, 0)?;
-        let options = AttentionOptions::new(&geometry);
-        let attention = Attention::with_kernels(kernels.clone(), &AttentionConfig { q, out, layout, options })?;
+        let (options, extras) = modifiers.example(&geometry);
+        let attention = Attention::with_kernels(kernels.clone(), &AttentionConfig { q, out, layout, options, extras })?;
         let batch = Batch { q_indptr: &[0], page_indptr: &[0], page_ids: &[], kv_len: &[] };
         let workspace = Workspace::new(device, 0)?;
-        let buffers = [0; 4].map(|_| self.buffer("warm-up", 0, wgpu::BufferUsages::STORAGE));
-        let [a, b, c, d] = buffers;
-        let (a, b, c, d) = (a?, b?, c?, d?);
-        let [q, kv, out, lse] = [&a, &b, &c, &d].map(wgpu::Buffer::as_entire_buffer_binding);
+        let head_bytes = 8 * u64::from(geometry.q_heads());
+        let buffers =
+            [0, 0, 0, 0, head_bytes, 0].map(|bytes| self.buffer("warm-up", bytes, wgpu::BufferUsages::STORAGE));
+        let [a, b, c, d, e, f] = buffers;
+        let (a, b, c, d, e, f) = (a?, b?, c?, d?, e?, f?);
+        let [q, kv, out, lse, heads, bias] = [&a, &b, &c, &d, &e, &f].map(wgpu::Buffer::as_entire_buffer_binding);
+        let heads = (modifiers.alibi || modifiers.sinks).then_some(heads);
+        let bias = modifiers.bias.map(|_| bias);
         let source = AppendSource { k: q.clone(), v: q.clone(), kv: kv.clone() };
         let append = Append::upload(device, &AppendPlan::new(&layout, &batch)?)?;
         let append = append.bind(device, kernels, source, &workspace)?.of_every_kernel();
-        let plan = DevicePlan::upload(device, &attention.plan(&batch)?)?;
-        let call = attention.bind(device, &plan, AttentionIo { q, kv, out, lse }, &workspace)?.of_every_kernel();
+        let plan = if modifiers.mask { attention.plan_masked(&batch, &[])? } else { attention.plan(&batch)? };
+        let plan = DevicePlan::upload(device, &plan)?;
+        let io = AttentionIo { q, kv, out, lse, heads, bias };
+        let call = attention.bind(device, &plan, io, &workspace)?.of_every_kernel();
         let mut encoder = device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
         {
             let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
@@ -369,7 +389,13 @@ impl Runner {
     pub fn run(&mut self, case: &Case, options: &RunOptions) -> Result<Output, RunError> {
         let (table, layout) = options.lay_out(case)?;
         let geometry = *case.geometry();
-        let config = AttentionConfig { q: case.q().dtype(), out: options.out_dtype, layout, options: *case.options() };
+        let config = AttentionConfig {
+            q: case.q().dtype(),
+            out: options.out_dtype,
+            layout,
+            options: *case.options(),
+            extras: extras(case),
+        };
         let variants = match options.variants {
             Some(variants) => variants,
             // Nothing is computed, so there is nothing to choose by.
@@ -378,7 +404,11 @@ impl Runner {
         };
         let kernels = self.kernels(&config.kernels(variants))?;
         let attention = Attention::with_kernels(kernels, &config)?;
-        let plan = attention.plan(&table.batch(case))?;
+        let batch = table.batch(case);
+        let plan = match &case.extras().mask {
+            Some(mask) => attention.plan_masked(&batch, mask)?,
+            None => attention.plan(&batch)?,
+        };
 
         // Scopes are of this thread and nothing is awaited inside them.
         let memory = self.device.push_error_scope(wgpu::ErrorFilter::OutOfMemory);
@@ -463,11 +493,23 @@ impl Runner {
                 (None, 0)
             }
         };
+        let Extras { alibi_slopes, sinks, bias, .. } = config.extras;
+        let heads = if alibi_slopes || sinks { Some(self.upload("heads", &head_words(case))?) } else { None };
+        let bias = match (&case.extras().bias, bias) {
+            (Some(tensor), Some(_)) => {
+                let mut bytes = tensor.bytes().to_vec();
+                bytes.resize(bytes.len().next_multiple_of(4), 0);
+                Some(self.upload("bias", &bytes)?)
+            }
+            _ => None,
+        };
         let io = AttentionIo {
             q: q.as_entire_buffer_binding(),
             kv: kv.as_entire_buffer_binding(),
             out: out.as_entire_buffer_binding(),
             lse: lse.as_entire_buffer_binding(),
+            heads: heads.as_ref().map(wgpu::Buffer::as_entire_buffer_binding),
+            bias: bias.as_ref().map(wgpu::Buffer::as_entire_buffer_binding),
         };
         let call = attention.bind(device, &DevicePlan::upload(device, plan)?, io, &workspace)?;
         let workgroups = append_groups.wrapping_add(call.workgroups());

@@ -9,8 +9,7 @@ use std::time::Instant;
 
 use paged_attention::kernels::{AdapterFacts, KernelConfig, KernelId, Tiles, Variants};
 use paged_attention::{
-    Case, Computed, Dtype, HeadGeometry, KvSource, Output, PageSize, Report, RunError, RunOptions, Runner, adapter,
-    verify, wgpu,
+    Case, Computed, Dtype, HeadGeometry, Output, PageSize, Report, RunError, RunOptions, Runner, adapter, verify, wgpu,
 };
 use paged_attention_cases::{CaseSpec, Heads, KvInput, append_page_ids, build, write_case};
 
@@ -57,12 +56,7 @@ impl Gpu {
     pub fn run(&self, case: &Case, options: &RunOptions) -> Result<Output, RunError> {
         let variants = match options.variants {
             Some(variants) => variants,
-            None => {
-                let kv = match case.kv() {
-                    KvSource::Contiguous { k, .. } | KvSource::Paged { k_pages: k, .. } => k.dtype(),
-                };
-                self.variants(case.geometry(), case.q().dtype(), kv, options.out_dtype)?
-            }
+            None => self.variants(|base| options.kernels(case, base), case.geometry())?,
         };
         // A test that failed while it held the lock left no half-made state: a run either returns or has no effect.
         let mut runner = self.runner.lock().unwrap_or_else(PoisonError::into_inner);
@@ -71,7 +65,11 @@ impl Gpu {
 
     /// The variants that all tests use: the runner's choice, or what `PAGED_ATTENTION_VARIANTS` says: `base` for those
     /// without subgroups, `gpu` for those that a GPU with the adapter's subgroups would get.
-    pub fn variants(&self, geometry: &HeadGeometry, q: Dtype, kv: Dtype, out: Dtype) -> Result<Variants, RunError> {
+    pub fn variants(
+        &self,
+        config: impl Fn(Variants) -> KernelConfig,
+        geometry: &HeadGeometry,
+    ) -> Result<Variants, RunError> {
         let mut runner = self.runner.lock().unwrap_or_else(PoisonError::into_inner);
         let facts = AdapterFacts::new(runner.adapter_info(), runner.device());
         let base = Variants::base(&facts, geometry);
@@ -80,7 +78,7 @@ impl Gpu {
             Ok("gpu") => Ok(Variants::candidates(&AdapterFacts { cpu: false, ..facts }, geometry)[0]),
             Ok(other) => panic!("PAGED_ATTENTION_VARIANTS is {other:?}; base or gpu is needed"),
             Err(_) => {
-                let choice = runner.choose(&KernelConfig { geometry: *geometry, q, kv, out, variants: base })?;
+                let choice = runner.choose(&config(base))?;
                 assert_eq!(choice.stepped_down, [], "a variant failed its self-test");
                 Ok(choice.variants)
             }
@@ -218,17 +216,23 @@ fn shape_and_rows(case: &Case, output: &Output) -> Result<(), String> {
             case.seqs()
         ));
     }
+    let sees = visibility(case);
+    let hides = case.extras().mask.is_some() || case.extras().bias.is_some();
     let mut index = 0;
     for (seq, (q_len, kv_len)) in case.lengths().into_iter().enumerate() {
         for row in 0..q_len {
-            let seen = case.options().visible(q_len, kv_len, row).end;
             for head in 0..heads {
+                let reach = case.options().visible(q_len, kv_len, row);
+                let seen = if hides { reach.filter(|key| sees(seq, row, head, *key)).count() } else { reach.len() };
+                let empty = case.extras().sinks.as_ref().map_or(f32::NEG_INFINITY, |sinks| sinks[head]);
                 let (out, lse) = (&output.out[index * dim..(index + 1) * dim], output.lse[index]);
                 let place = format!("sequence {seq}, row {row}, head {head}");
                 if out.iter().any(|x| !x.is_finite()) {
                     return Err(format!("{place}: {out:?}"));
                 }
-                if seen == 0 && (out.iter().any(|x| x.to_bits() != 0) || lse != f32::NEG_INFINITY) {
+                let off =
+                    if empty.is_finite() { (lse - empty).abs() > 1e-6 * (1.0 + empty.abs()) } else { lse != empty };
+                if seen == 0 && (out.iter().any(|x| x.to_bits() != 0) || off) {
                     return Err(format!("{place} sees no key, but has the sum {lse} and the output {out:?}"));
                 }
                 if seen > 0 && !lse.is_finite() {
@@ -239,6 +243,22 @@ fn shape_and_rows(case: &Case, output: &Output) -> Result<(), String> {
         }
     }
     Ok(())
+}
+
+/// Which keys a row sees, by all that can hide one: `(sequence, row, head, key)`.
+fn visibility(case: &Case) -> impl Fn(usize, u32, usize, u32) -> bool {
+    let (starts, lengths, options) = (case.score_indptr(), case.lengths(), *case.options());
+    let mask = case.extras().mask.clone();
+    let bias = case.extras().bias.as_ref().map(|bias| (bias.shape()[0] > 1, bias.shape()[1], bias.to_f32()));
+    move |seq, row, head, key| {
+        let (q_len, kv_len) = lengths[seq];
+        let pair = starts[seq] as usize + row as usize * kv_len as usize + key as usize;
+        options.visible(q_len, kv_len, row).contains(&key)
+            && mask.as_ref().is_none_or(|mask| mask[pair])
+            && bias.as_ref().is_none_or(|(per_head, pairs, bias)| {
+                bias[usize::from(*per_head) * head * pairs + pair] != f32::NEG_INFINITY
+            })
+    }
 }
 
 /// Where two outputs differ in a bit.

@@ -14,7 +14,7 @@ use paged_attention::kernels::{
 };
 use paged_attention::{
     Batch, BatchError, BindError, BuildError, Case, Computed, Dtype, HeadGeometry, KvLayout, KvSource, LayoutError,
-    Output, PageSize, RunError, RunOptions, Runner, StatusError, verify, wgpu,
+    Modifiers, Output, PageSize, RunError, RunOptions, Runner, StatusError, verify, wgpu,
 };
 use paged_attention_cases::{CaseSpec, Heads, Poison, Pool, Values, build};
 
@@ -60,16 +60,7 @@ fn in_every_variant(gpu: &Gpu, spec: &CaseSpec) -> Vec<RunOptions> {
 }
 
 fn kernel_config(case: &Case, options: &RunOptions) -> KernelConfig {
-    let kv = match case.kv() {
-        KvSource::Contiguous { k, .. } | KvSource::Paged { k_pages: k, .. } => k.dtype(),
-    };
-    KernelConfig {
-        geometry: *case.geometry(),
-        q: case.q().dtype(),
-        kv,
-        out: options.out_dtype,
-        variants: options.variants.unwrap(),
-    }
+    options.kernels(case, options.variants.unwrap())
 }
 
 /// Runs `case` with edited kernels.
@@ -191,7 +182,7 @@ fn fault_01_a_sentinel_that_real_scores_lie_below() {
 /// Running maxima that start from a true infinity, in kernels that do not mind what they subtract.
 fn from_minus_infinity(kernel: KernelId) -> [SourceEdit; 5] {
     // What a constant may not be, a uniform value can.
-    let minus_infinity = "bitcast<f32>(0xff800000u + params.causal - params.causal)";
+    let minus_infinity = "bitcast<f32>(0xff800000u + params.kv_heads - params.kv_heads)";
     [
         edit(kernel, "const EMPTY_ROW = RowState(NO_SCORE, 0.0);", ""),
         edit(kernel, "EMPTY_ROW", "RowState(NO_SCORE, 0.0)"),
@@ -273,7 +264,7 @@ fn fault_06_unowned_slots_reach_the_output() {
     for poison in [Poison::NaN, Poison::Infinity, Poison::Mixed] {
         // 75 keys: the last page of 4 has a tail, the last step of the kernel as well.
         let spec = prefill("06").paged(Pool::new(4).poison(poison));
-        let edits = [edit(KernelId::Prefill, "u + 1u < item.key_end);", "u + 1u < item.key_end + 8u);")];
+        let edits = [edit(KernelId::Prefill, "< key_end - key_begin - 1u);", "< key_end - key_begin + 7u);")];
         noticed(gpu, "06 prefill", &spec, &edits);
         // The same for a decode, with the weight of the slots past the end zero.
         let spec = decode("06").paged(Pool::new(16).poison(poison));
@@ -283,11 +274,10 @@ fn fault_06_unowned_slots_reach_the_output() {
                 ("key < keys; key += PARTS", "key < keys + 3u; key += PARTS"),
             ];
             edits.extend(match config.variants.decode {
-                DecodeVariant::Streams { .. } => vec![
-                    ("first + lane < keys;", "first + lane < keys + 3u;"),
-                    ("min(first + lane, keys - 1u)", "min(first + lane, keys + 2u)"),
-                ],
-                _ => vec![("key < keys; key += KEY_STREAMS", "key < keys + 3u; key += KEY_STREAMS")],
+                DecodeVariant::Streams { .. } => {
+                    vec![("clamp(turn + lane, first, keys - 1u)", "clamp(turn + lane, first, keys + 2u)")]
+                }
+                _ => vec![("turn < keys; turn += KEY_STREAMS", "turn < keys + 3u; turn += KEY_STREAMS")],
             });
             edits.into_iter().map(|(from, to)| edit(KernelId::Decode, from, to)).collect()
         });
@@ -302,7 +292,7 @@ fn fault_07_blanking_by_multiplying_with_zero() {
     // (Drivers turn a product with a constant zero into that zero; this one they cannot see.)
     let edits = shared(
         "return select(vec4<u32>(0u), words, vec4<u32>(first) + vec4<u32>(0u, 1u, 2u, 3u) < vec4<u32>(dim));",
-        "let owned = vec4<f32>(f32(dim) - f32(first + params.causal)) - vec4<f32>(0.0, 1.0, 2.0, 3.0); \
+        "let owned = vec4<f32>(f32(dim) - f32(first + params.kv_heads - params.kv_heads)) - vec4<f32>(0.0, 1.0, 2.0, 3.0); \
          return bitcast<vec4<u32>>(bitcast<vec4<f32>>(words) * clamp(owned, vec4<f32>(0.0), vec4<f32>(1.0)));",
     );
     for lengths in [(40, 40), (1, 40)] {
@@ -326,24 +316,24 @@ fn fault_08_a_loop_that_steps_over_keys() {
     let decode_edits = |config: &KernelConfig| match config.variants.decode {
         DecodeVariant::Workgroup => [
             (
-                "key < keys; key += DECODE_LANES) {\n        rows_of",
-                "key < keys; key += DECODE_LANES + 1u) {\n        rows_of",
+                "key < keys; key += DECODE_LANES) {\n        if key >= first {\n            rows_of",
+                "key < keys; key += DECODE_LANES + 1u) {\n        if key >= first {\n            rows_of",
             ),
             (
                 "key < keys; key += DECODE_LANES) {\n        let k_row",
                 "key < keys; key += DECODE_LANES + 1u) {\n        let k_row",
             ),
-            ("key < keys; key += KEY_STREAMS", "key < keys; key += KEY_STREAMS + 1u"),
+            ("turn < keys; turn += KEY_STREAMS", "turn < keys; turn += KEY_STREAMS + 1u"),
         ],
         DecodeVariant::Streams { .. } => [
             ("key < keys; key += DECODE_LANES", "key < keys; key += DECODE_LANES + 1u"),
             ("i < SPLIT_KEYS / DECODE_SUBGROUP &&", "i + 1u < SPLIT_KEYS / DECODE_SUBGROUP &&"),
-            ("first += DECODE_SUBGROUP)", "first += DECODE_SUBGROUP + 1u)"),
+            ("turn += DECODE_SUBGROUP)", "turn += DECODE_SUBGROUP + 1u)"),
         ],
         DecodeVariant::Exchange { .. } => [
             ("key < keys; key += DECODE_LANES", "key < keys; key += DECODE_LANES + 1u"),
-            ("first += DECODE_SUBGROUP / LANES_PER_KEY)", "first += DECODE_SUBGROUP / LANES_PER_KEY + 1u)"),
-            ("key < keys; key += KEY_STREAMS", "key < keys; key += KEY_STREAMS + 1u"),
+            ("turn += TURN)", "turn += TURN + 1u)"),
+            ("turn < keys; turn += KEY_STREAMS", "turn < keys; turn += KEY_STREAMS + 1u"),
         ],
     };
     for i in 0..3 {
@@ -430,7 +420,7 @@ fn fault_13_more_workgroup_memory_than_there_is() {
     let Some(gpu) = gpu() else { return };
     let config = |heads: Heads, variants: Variants| {
         let (geometry, q, kv, out) = (heads.geometry().unwrap(), Dtype::F32, Dtype::F32, Dtype::F32);
-        KernelConfig { geometry, q, kv, out, variants }
+        KernelConfig { geometry, q, kv, out, modifiers: Modifiers::NONE, variants }
     };
     let counted = |kernel: KernelId, config: &KernelConfig, wgsl: &str| {
         let (found, stated) = (declared_bytes(wgsl), kernel.workgroup_bytes(config));
@@ -512,8 +502,8 @@ fn fault_17_page_tables_read_past_their_end() {
         } else {
             let late = [edit(
                 kernel,
-                "select(at.entry, at.entry + 1u, wraps)",
-                "select(at.entry, at.entry + 1u, at.slot + 2u >= params.page_size)",
+                "next.page = checked_page(plan[next.entry]);",
+                "next.page = checked_page(plan[next.entry + 1u]);",
             )];
             noticed(gpu, "17 prefill", &spec, &late);
         }
@@ -529,7 +519,11 @@ fn fault_18_rows_of_one_sequence_written_over_another() {
         noticed(gpu, "18 stride", &spec, &edits);
     }
     // An odd number of splits whose last is left out.
-    let edits = [edit(KernelId::Merge, "split < seq.splits", "split < seq.splits / 2u * 2u")];
+    let edits = [edit(
+        KernelId::Merge,
+        "split < seq.first_split + seq.splits",
+        "split < seq.first_split + seq.splits / 2u * 2u",
+    )];
     noticed(gpu, "18 tail", &decode("18"), &edits);
 }
 
@@ -541,7 +535,7 @@ fn fault_20_once_per_split_instead_of_once() {
     let edits = [edit(
         KernelId::Decode,
         "store_partial_chunk(index, chunk, acc);",
-        "store_partial_chunk(index, chunk, scaled(acc, normaliser(state)));",
+        "store_partial_chunk(index, chunk, scaled(acc, 1.0 / state.l));",
     )];
     noticed(gpu, "20", &decode("20"), &edits);
 }
@@ -560,9 +554,9 @@ fn fault_21_host_and_kernel_disagree() {
     noticed(gpu, "21 decode", &decode("21"), &[edit_text(KernelId::Decode, keys, "const SPLIT_KEYS = 128u;".into())]);
     // Every geometry that is accepted fits the limits that the kernels promise to stay within.
     let limits = wgpu::Limits::default();
-    for dim in 1..=256 {
+    for dim in 1..=512 {
         for group in (1..=71).chain([128, 1024]) {
-            let geometry = HeadGeometry::with_v_head_dim(group, 1, dim, 257 - dim).unwrap();
+            let geometry = HeadGeometry::with_v_head_dim(group, 1, 64 + dim, 513 - dim).unwrap();
             for variants in Variants::all(&geometry) {
                 let tiles = Tiles::new(&geometry, &variants);
                 assert!(tiles.decode_bytes() <= limits.max_compute_workgroup_storage_size, "{geometry:?}");
@@ -584,7 +578,7 @@ fn fault_22_a_launch_that_is_dropped() {
         (KernelId::Merge, decode("22")),
         (KernelId::Append, prefill("22").contiguous(Pool::new(16))),
     ] {
-        let edits = |_: &KernelConfig| vec![edit(kernel, "atomicAdd(&status[STATUS_DONE], 1u);", "")];
+        let edits = |_: &KernelConfig| vec![edit(kernel, "atomicAdd(&workspace.status[STATUS_DONE], 1u);", "")];
         refused_in(gpu, &spec, edits, |error| {
             matches!(error, RunError::Status(StatusError::Incomplete { needed: 1.., .. }))
         });
@@ -622,8 +616,8 @@ fn a_loop_that_the_driver_ends_early_is_reported() {
         (
             KernelId::Merge,
             decode("cut"),
-            "split < seq.splits; split++) {",
-            "split < seq.splits; split++) { if split > 0u { break; }",
+            "split < seq.first_split + seq.splits; split++) {",
+            "split < seq.first_split + seq.splits; split++) { if split > 0u { break; }",
         ),
     ] {
         refused_in(
@@ -646,15 +640,13 @@ fn fault_37_a_loop_local_variable_that_keeps_its_value() {
     noticed_by_variant(gpu, "37 decode", &decode("37"), |config| {
         let (from, to) = match config.variants.decode {
             DecodeVariant::Workgroup => (
-                "    for (var key = lane; key < keys; key += DECODE_LANES) {\n        let k_row",
-                "    var s_0 = 0.0;\n    for (var key = lane; key < keys; key += DECODE_LANES) {\n        let k_row",
+                "    for (var key = aligned(first, DECODE_LANES) + lane; key < keys; key += DECODE_LANES) {\n        let k_row",
+                "    var s_0 = 0.0;\n    for (var key = aligned(first, DECODE_LANES) + lane; key < keys; key += DECODE_LANES) {\n        let k_row",
             ),
             DecodeVariant::Streams { .. } => {
                 ("    for (var i = 0u; i < SPLIT_KEYS", "    var s_0 = 0.0;\n    for (var i = 0u; i < SPLIT_KEYS")
             }
-            DecodeVariant::Exchange { .. } => {
-                ("    for (var first = 0u;", "    var s_0 = 0.0;\n    for (var first = 0u;")
-            }
+            DecodeVariant::Exchange { .. } => ("    const TURN", "    var s_0 = 0.0;\n    const TURN"),
         };
         vec![edit(KernelId::Decode, "        var s_0 = 0.0;\n", ""), edit(KernelId::Decode, from, to)]
     });
@@ -665,12 +657,15 @@ fn fault_37_a_loop_local_variable_that_keeps_its_value() {
 fn fault_38_tiles_that_do_not_fit() {
     let Some(gpu) = gpu() else { return };
     let runner = gpu.fresh_runner();
-    for heads in [Heads::new(8, 1, 256), Heads::new(16, 1, 1).with_v(256), Heads::new(3, 3, 111).with_v(17)] {
+    for heads in
+        [Heads::new(16, 1, 576).with_v(512), Heads::new(16, 1, 1).with_v(512), Heads::new(3, 3, 111).with_v(17)]
+    {
         let config = KernelConfig {
             geometry: heads.geometry().unwrap(),
             q: Dtype::Bf16,
             kv: Dtype::F16,
             out: Dtype::F16,
+            modifiers: Modifiers::NONE,
             variants: base(&heads.geometry().unwrap()),
         };
         let start = std::time::Instant::now();

@@ -12,5 +12,6 @@ mod common;
 mod exact_bits;
 mod extreme;
 mod faults;
+mod options;
 mod random;
 mod real;

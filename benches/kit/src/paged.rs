@@ -3,7 +3,7 @@
 use paged_attention::kernels::{AdapterFacts, KernelId, Variants};
 use paged_attention::{
     Append, AppendPlan, AppendSource, Attention, AttentionConfig, AttentionIo, AttentionOptions, Batch, Call,
-    CaseError, DevicePlan, Dtype, HeadGeometry, KvLayout, PageSize, Status, Workspace,
+    CaseError, DevicePlan, Dtype, Extras, HeadGeometry, KvLayout, PageSize, Status, Workspace,
 };
 
 use crate::error::BenchError;
@@ -79,7 +79,7 @@ impl Paged {
         let run = |error| of_shape(&problem.name)(error);
         let layout = KvLayout::new(geometry, dtype, page_size, page_count).map_err(of_shape(&problem.name))?;
         let options = AttentionOptions::new(&geometry).with_causal(causal).with_scale(problem.scale.into());
-        let config = AttentionConfig { q: dtype, out: Dtype::F32, layout, options };
+        let config = AttentionConfig { q: dtype, out: Dtype::F32, layout, options, extras: Extras::NONE };
         let base = Variants::base(&AdapterFacts::new(gpu.runner.adapter_info(), gpu.runner.device()), &geometry);
         let started = std::time::Instant::now();
         let (variants, stepped_down, compile_ms) = match selection {
@@ -132,6 +132,8 @@ impl Paged {
             kv: kv.as_entire_buffer_binding(),
             out: out.as_entire_buffer_binding(),
             lse: lse.as_entire_buffer_binding(),
+            heads: None,
+            bias: None,
         };
         let device_plan = DevicePlan::upload(device, &plan).map_err(of_shape(&problem.name))?;
         let call = attention.bind(device, &device_plan, io, &workspace).map_err(of_shape(&problem.name))?;

@@ -9,6 +9,7 @@
 
 mod accepted;
 mod bench;
+mod budget;
 mod gpu;
 mod places;
 mod refused_files;

@@ -3,7 +3,7 @@
 use paged_attention::kernels::{KernelId, SourceEdit};
 use paged_attention::{
     Append, AppendError, AppendPlan, AppendSource, AttentionConfig, AttentionOptions, Batch, BatchError, BindError,
-    Dtype, Kernels, KvLayout, PageSize, Status, Workspace,
+    Dtype, Extras, Kernels, KvLayout, PageSize, Status, Workspace,
 };
 use paged_attention_cases::Heads;
 use rand::rngs::StdRng;
@@ -108,7 +108,7 @@ fn any_kernels(host: &Host) -> Kernels {
     let geometry = heads.geometry().unwrap();
     let layout = KvLayout::new(geometry, dtype, PageSize::new(1).unwrap(), 1).unwrap();
     let options = AttentionOptions::new(&geometry);
-    host.attention(&AttentionConfig { q: dtype, out: dtype, layout, options }).kernels().clone()
+    host.attention(&AttentionConfig { q: dtype, out: dtype, layout, options, extras: Extras::NONE }).kernels().clone()
 }
 
 /// Every type, dimensions with and without padding, keys and values alike and not.

@@ -4,8 +4,8 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 
 use paged_attention::kernels::Kernels;
 use paged_attention::{
-    Attention, AttentionConfig, AttentionIo, Batch, Case, Dtype, KvLayout, KvSource, STATUS_BYTES, Status, Tensor,
-    Workspace, padded_dim, wgpu,
+    Attention, AttentionConfig, AttentionIo, Batch, Case, Dtype, Extras, KvLayout, KvSource, Status, Tensor, Workspace,
+    padded_dim, wgpu,
 };
 
 use crate::common::{Gpu, gpu};
@@ -41,8 +41,8 @@ impl Host {
 
     /// Attention for a configuration; each pipeline is made once.
     pub fn attention(&self, config: &AttentionConfig) -> Attention {
-        let (geometry, kv) = (config.layout.geometry(), config.layout.dtype());
-        let wanted = config.kernels(self.gpu.variants(geometry, config.q, kv, config.out).unwrap());
+        let geometry = config.layout.geometry();
+        let wanted = config.kernels(self.gpu.variants(|base| config.kernels(base), geometry).unwrap());
         let mut made = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
         let known = made.iter().find(|kernels| kernels.config().pipeline_key() == wanted.pipeline_key()).cloned();
         let kernels = known.unwrap_or_else(|| {
@@ -96,7 +96,6 @@ impl Host {
 
     pub fn status(&self, workspace: &Workspace) -> Status {
         let bytes = self.read(workspace.status());
-        assert_eq!(bytes.len() as u64, STATUS_BYTES);
         let word = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().unwrap());
         Status::from_words([word(0), word(4)])
     }
@@ -177,7 +176,8 @@ impl<'a> Layer<'a> {
         let geometry = *case.geometry();
         let layout =
             KvLayout::new(geometry, k_pages.dtype(), case.page_size().unwrap(), k_pages.shape()[0] as u32).unwrap();
-        let config = AttentionConfig { q: case.q().dtype(), out, layout, options: *case.options() };
+        let config =
+            AttentionConfig { q: case.q().dtype(), out, layout, options: *case.options(), extras: Extras::NONE };
         let q_bytes = padded_rows(case.q(), geometry.head_dim());
         let kv_bytes = pool_bytes(&layout, k_pages, v_pages);
         let rows = u64::from(batch(case).total_q()) * u64::from(geometry.q_heads());
@@ -194,7 +194,14 @@ impl<'a> Layer<'a> {
     }
 
     pub fn io(&self) -> AttentionIo<'_> {
-        AttentionIo { q: self.q.binding(), kv: self.kv.binding(), out: self.out.binding(), lse: self.lse.binding() }
+        AttentionIo {
+            q: self.q.binding(),
+            kv: self.kv.binding(),
+            out: self.out.binding(),
+            lse: self.lse.binding(),
+            heads: None,
+            bias: None,
+        }
     }
 
     /// Output and log-sum-exp.

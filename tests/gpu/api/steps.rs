@@ -2,7 +2,7 @@
 //! used again.
 
 use paged_attention::{
-    Append, AppendPlan, AppendSource, Attention, AttentionConfig, AttentionIo, Batch, Chains, Computed, Dtype,
+    Append, AppendPlan, AppendSource, Attention, AttentionConfig, AttentionIo, Batch, Chains, Computed, Dtype, Extras,
     KvLayout, PageSize, Tensor, Workspace, verify, wgpu,
 };
 use paged_attention_cases::{CaseSpec, Heads, Pool, Sequence, assemble, generate};
@@ -52,7 +52,8 @@ impl<'h> Server<'h> {
         let geometry = heads.geometry().unwrap();
         let layout = KvLayout::new(geometry, dtype, PageSize::new(page_size).unwrap(), page_count).unwrap();
         let options = paged_attention::AttentionOptions::new(&geometry).with_causal(true);
-        let attention = host.attention(&AttentionConfig { q: dtype, out: Dtype::F32, layout, options });
+        let attention =
+            host.attention(&AttentionConfig { q: dtype, out: Dtype::F32, layout, options, extras: Extras::NONE });
         let mut free: Vec<u32> = (0..page_count).collect();
         free.shuffle(&mut StdRng::seed_from_u64(3));
         Self {
@@ -119,7 +120,14 @@ impl<'h> Server<'h> {
         let append = append.bind(device, self.attention.kernels(), source, &self.workspace).unwrap();
         let plan = self.attention.plan(&batch).unwrap();
         let device_plan = paged_attention::DevicePlan::upload(device, &plan).unwrap();
-        let io = AttentionIo { q: inputs[0].binding(), kv: self.kv.binding(), out: out.binding(), lse: lse.binding() };
+        let io = AttentionIo {
+            q: inputs[0].binding(),
+            kv: self.kv.binding(),
+            out: out.binding(),
+            lse: lse.binding(),
+            heads: None,
+            bias: None,
+        };
         let call = self.attention.bind(device, &device_plan, io, &self.workspace).unwrap();
         match recorded {
             Recorded::OnePass => self.host.submit(|pass| {

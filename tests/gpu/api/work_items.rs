@@ -1,7 +1,7 @@
 //! More workgroups than one axis of a dispatch takes.
 
 use paged_attention::{
-    AttentionConfig, AttentionIo, AttentionOptions, Batch, DevicePlan, Dtype, HeadGeometry, KvLayout, PageSize,
+    AttentionConfig, AttentionIo, AttentionOptions, Batch, DevicePlan, Dtype, Extras, HeadGeometry, KvLayout, PageSize,
     Workspace,
 };
 
@@ -17,7 +17,8 @@ fn more_sequences_than_an_axis_has_workgroups() {
     let geometry = HeadGeometry::new(1, 1, 8).unwrap();
     let layout = KvLayout::new(geometry, Dtype::F32, PageSize::new(1).unwrap(), PAGES).unwrap();
     let options = AttentionOptions::new(&geometry).with_scale(0.5);
-    let attention = host.attention(&AttentionConfig { q: Dtype::F32, out: Dtype::F32, layout, options });
+    let attention =
+        host.attention(&AttentionConfig { q: Dtype::F32, out: Dtype::F32, layout, options, extras: Extras::NONE });
 
     let rows: Vec<u32> = (0..=SEQS).collect();
     let page_ids: Vec<u32> = (0..SEQS).map(|seq| seq % PAGES).collect();
@@ -35,7 +36,14 @@ fn more_sequences_than_an_axis_has_workgroups() {
         .collect();
     let (q, kv) = (Guarded::new(host, &bytes(q)), Guarded::new(host, &bytes(pool)));
     let [out, lse] = [u64::from(SEQS) * 32, u64::from(SEQS) * 4].map(|bytes| Guarded::unwritten(host, bytes));
-    let io = AttentionIo { q: q.binding(), kv: kv.binding(), out: out.binding(), lse: lse.binding() };
+    let io = AttentionIo {
+        q: q.binding(),
+        kv: kv.binding(),
+        out: out.binding(),
+        lse: lse.binding(),
+        heads: None,
+        bias: None,
+    };
     let workspace = Workspace::new(&host.device, plan.workspace_bytes()).unwrap();
     let call = attention.bind(&host.device, &DevicePlan::upload(&host.device, &plan).unwrap(), io, &workspace).unwrap();
     host.submit(|pass| attention.encode(pass, &call));

@@ -71,34 +71,30 @@ fn fault_19_masks_applied_twice_or_to_other_rows() {
     let Some(gpu) = gpu() else { return };
     // More keys than rows and a group of two: rows, tokens and keys all count differently.
     let shapes = [(40, 75), (3, 20)];
-    let visible = "return select(seq.kv_len, min(causal_end, seq.kv_len), params.causal != 0u);";
+    let visible = "return select(min(end, seq.kv_len), seq.kv_len, params.reach_right == UNLIMITED);";
+    let causal = |end: &str| format!("return select({end}, seq.kv_len, params.reach_right == UNLIMITED);");
     for lengths in shapes {
         let spec = CaseSpec::new("faults/19", HEADS, [lengths]).causal(true).paged(Pool::new(4));
         let kernels = [KernelId::Prefill, KernelId::Decode];
         for (what, to) in [
             // Aligned to the first key on top of the last.
-            ("twice", "return select(seq.kv_len, min(min(causal_end, token + 1u), seq.kv_len), params.causal != 0u);"),
-            (
-                "twice, shifted",
-                "return select(seq.kv_len, max(min(causal_end, seq.kv_len), 1u) - 1u, params.causal != 0u);",
-            ),
-            ("square", "return select(seq.kv_len, min(token + 1u, seq.kv_len), params.causal != 0u);"),
-            ("none", "return seq.kv_len;"),
+            ("twice", causal("min(min(end, token + 1u), seq.kv_len)")),
+            ("twice, shifted", causal("max(min(end, seq.kv_len), 1u) - 1u")),
+            ("square", causal("min(token + 1u, seq.kv_len)")),
+            ("none", "return seq.kv_len;".into()),
         ] {
-            noticed(gpu, &format!("19 {what}"), &spec, &kernels.map(|kernel| edit(kernel, visible, to)));
+            noticed(
+                gpu,
+                &format!("19 {what}"),
+                &spec,
+                &kernels.map(|kernel| edit_text(kernel, visible.into(), to.clone())),
+            );
         }
         // The group's heads taken for tokens.
-        noticed_by_variant(gpu, "19 rows for tokens", &spec, |config| {
-            let decode = "visible_keys(seq, (item.first_row + row) / GROUP)";
-            let mut edits = vec![edit(KernelId::Decode, decode, "visible_keys(seq, item.first_row + row)")];
-            edits.extend((0..config.tiles().prefill.rows_per_lane).map(|r| {
-                let (from, to) = (format!("visible_keys(seq, row_{r} / GROUP)"), format!("visible_keys(seq, row_{r})"));
-                edit_text(KernelId::Prefill, from, to)
-            }));
-            edits
-        });
+        let edits = kernels.map(|kernel| edit(kernel, "let token = row / GROUP;", "let token = row;"));
+        noticed(gpu, "19 rows for tokens", &spec, &edits);
         // A mask that nobody asked for.
-        let to = "return min(causal_end, seq.kv_len);";
+        let to = "return min(seq.kv_len + token + 1u - seq.q_len, seq.kv_len);";
         noticed(gpu, "19 unasked", &spec.causal(false), &kernels.map(|kernel| edit(kernel, visible, to)));
     }
 }

@@ -11,22 +11,19 @@ fn row(name: &str) -> CaseSpec {
 }
 
 /// The kernels without the keys of `list`, as if they had been overlooked: no score, no weight.
-fn without_keys(config: &KernelConfig, list: &[u32]) -> Vec<SourceEdit> {
+fn without_keys(list: &[u32]) -> Vec<SourceEdit> {
     let tests: Vec<String> = list.iter().map(|key| format!("key == {key}u")).collect();
     let function = format!("fn overlooked(key: u32) -> bool {{\n    return {};\n}}\n", tests.join(" || "));
     let entry = |kernel, text: &str| edit_text(kernel, text.into(), format!("{function}{text}"));
-    let highest = "highest = max(highest, scores[row * SPLIT_KEYS + key]);";
     let mut edits = vec![
         entry(KernelId::Decode, "@compute @workgroup_size(DECODE_LANES)"),
-        edit_text(KernelId::Decode, highest.into(), format!("if !overlooked(item.key_begin + key) {{ {highest} }}")),
-        edit(KernelId::Decode, "if key < row_keys {", "if key < row_keys && !overlooked(item.key_begin + key) {"),
         entry(KernelId::Prefill, "@compute @workgroup_size(PREFILL_LANES)"),
     ];
-    let tiles = config.tiles().prefill;
-    edits.extend((0..tiles.rows_per_lane).flat_map(|r| (0..tiles.step_keys).map(move |k| (r, k))).map(|(r, k)| {
-        let visible = format!("let visible_{r}_{k} = step + {k}u < end_{r}");
-        edit_text(KernelId::Prefill, format!("{visible};"), format!("{visible} && !overlooked(step + {k}u);"))
-    }));
+    let visible = "var visible = key < row.end;";
+    edits
+        .extend([KernelId::Decode, KernelId::Prefill].map(|kernel| {
+            edit_text(kernel, visible.into(), "var visible = key < row.end && !overlooked(key);".into())
+        }));
     edits
 }
 
@@ -50,12 +47,12 @@ fn a_single_lost_key_is_noticed() {
                 rows => panic!("{spec}: {rows} of {} rows move when their key is lost", moved.len()),
             }
         };
-        noticed_in(gpu, "all needles lost", &spec, |config| without_keys(config, keys), rows_stay);
-        noticed_by_variant(gpu, &format!("key {alone} lost"), &spec, |config| without_keys(config, &[alone]));
+        noticed_in(gpu, "all needles lost", &spec, |_| without_keys(keys), rows_stay);
+        noticed_by_variant(gpu, &format!("key {alone} lost"), &spec, |_| without_keys(&[alone]));
     }
     // Of shorter sequences any key will do.
     for (name, key) in [("needles/decode-each-f32-g1", 777), ("needles/prefill-each-f32-g1", 200)] {
-        noticed_by_variant(gpu, &format!("key {key} lost"), &row(name), |config| without_keys(config, &[key]));
+        noticed_by_variant(gpu, &format!("key {key} lost"), &row(name), |_| without_keys(&[key]));
     }
 }
 

@@ -1,7 +1,7 @@
 //! Fault 9: subgroups that are not what a kernel was built for, or that do not do what they promise.
 
-use paged_attention::SelfTestError;
 use paged_attention::kernels::SUBGROUP_SIZES;
+use paged_attention::{Modifiers, SelfTestError};
 
 use super::*;
 
@@ -78,14 +78,21 @@ fn fault_09_subgroups_that_lie_are_stepped_down_from() {
     let geometry = HEADS.geometry().unwrap();
     let candidates = Variants::candidates(&gpu.facts(), &geometry);
     let (base, preferred) = candidates.split_last().unwrap();
-    let config = |variants| KernelConfig { geometry, q: Dtype::F32, kv: Dtype::F32, out: Dtype::F32, variants };
+    let config = |variants| KernelConfig {
+        geometry,
+        q: Dtype::F32,
+        kv: Dtype::F32,
+        out: Dtype::F32,
+        modifiers: Modifiers::NONE,
+        variants,
+    };
     let wrong_decode = |variants: &Variants| match variants.decode {
         DecodeVariant::Workgroup => panic!("{variants:?} has no subgroups"),
         DecodeVariant::Streams { .. } => {
             edit(KernelId::Decode, "subgroupBroadcast(v_row, ", "subgroupBroadcast(v_row, 0u * ")
         }
         DecodeVariant::Exchange { .. } => {
-            edit(KernelId::Decode, "first + lane / LANES_PER_KEY;", "first + lane / LANES_PER_KEY / 2u;")
+            edit(KernelId::Decode, "turn + lane / LANES_PER_KEY;", "turn + lane / LANES_PER_KEY / 2u;")
         }
     };
     let wrong_prefill = |_: &Variants| {

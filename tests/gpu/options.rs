@@ -1,0 +1,123 @@
+//! What changes scores: windows, soft caps, ALiBi, sinks, masks and biases, in every kernel variant.
+
+use paged_attention::{Case, CaseError, CaseExtras, Dtype, HeadGeometry, KvSource, Tensor};
+use paged_attention_cases::{CaseSpec, Heads, Pool, build};
+
+use crate::common::{Gpu, difference, gpu, judge, run_options};
+
+/// Prompts with ragged tiles, chunks, and single tokens with one split and several.
+const LENGTHS: [(u32, u32); 6] = [(37, 71), (1, 45), (1, 600), (5, 300), (20, 9), (1, 1)];
+
+fn spec(name: &str) -> CaseSpec {
+    CaseSpec::new(name, Heads::new(4, 2, 16), LENGTHS).causal(true).paged(Pool::new(7))
+}
+
+/// A number between 0 and 1 from a counter.
+fn noise(index: usize) -> f32 {
+    let mixed = (index as u32).wrapping_mul(0x9e37_79b9) ^ 0x5bd1_e995;
+    (mixed.wrapping_mul(0x85eb_ca6b) >> 8) as f32 / 16_777_216.0
+}
+
+fn check(gpu: &Gpu, name: &str, case: &Case, spec: &CaseSpec) {
+    for variants in gpu.every_variant(case.geometry()) {
+        let options = paged_attention::RunOptions { variants: Some(variants), ..run_options(spec) };
+        let output = gpu.run(case, &options).unwrap_or_else(|error| panic!("{name}: {error}"));
+        if let Err(why) = judge(case, &output) {
+            panic!("{name}, {} {}: {why}", variants.prefill, variants.decode);
+        }
+    }
+}
+
+/// Stretches of keys that are hidden from, visible to, or mixed for several rows at a time.
+fn stretches(case: &Case) -> Vec<bool> {
+    let pairs = case
+        .lengths()
+        .into_iter()
+        .flat_map(|(q_len, kv_len)| (0..q_len).flat_map(move |row| (0..kv_len).map(move |key| (row, key))));
+    pairs
+        .map(|(row, key)| match (row / 24 + key / 32) % 4 {
+            0 => false,
+            1 => (row + key) % 3 > 0,
+            _ => true,
+        })
+        .collect()
+}
+
+#[test]
+fn each_option_and_all_together() {
+    let Some(gpu) = gpu() else { return };
+    let plain = build(&spec("options")).unwrap();
+    let pairs = *plain.score_indptr().last().unwrap() as usize;
+    let bias = |dtype, heads: usize| {
+        let values: Vec<f32> = (0..heads * pairs)
+            .map(|at| if noise(at) < 0.1 { f32::NEG_INFINITY } else { 4.0 * noise(at + 99) - 2.0 })
+            .collect();
+        Tensor::from_f32(dtype, &[heads, pairs], &values).unwrap()
+    };
+    let slopes = Some(vec![0.5, 0.25, 0.125, 0.0625]);
+    let sinks = Some(vec![1.0, -3.0, 8.0, 0.0]);
+    let mask: Option<Vec<bool>> = Some((0..pairs).map(|at| noise(at) < 0.7).collect());
+    let options = *plain.options();
+    let none = CaseExtras::default();
+    let extras = |set: &dyn Fn(&mut CaseExtras)| {
+        let mut extras = CaseExtras::default();
+        set(&mut extras);
+        extras
+    };
+    let all = extras(&|extras| {
+        extras.alibi_slopes = slopes.clone();
+        extras.sinks = sinks.clone();
+        extras.mask = mask.clone();
+        extras.bias = Some(bias(Dtype::F16, 4));
+    });
+    for (name, options, extras) in [
+        ("window left", options.with_window(Some(13), None), none.clone()),
+        ("window left 0", options.with_window(Some(0), None), none.clone()),
+        ("window both", options.with_causal(false).with_window(Some(43), Some(3)), none.clone()),
+        ("window right", options.with_causal(false).with_window(None, Some(9)), none.clone()),
+        ("softcap", options.with_softcap(Some(3.0)), none.clone()),
+        ("alibi", options, extras(&|extras| extras.alibi_slopes = slopes.clone())),
+        ("sinks", options, extras(&|extras| extras.sinks = sinks.clone())),
+        ("mask", options, extras(&|extras| extras.mask = mask.clone())),
+        ("mask by stretches", options, extras(&|extras| extras.mask = Some(stretches(&plain)))),
+        (
+            "mask by stretches in a window",
+            options.with_causal(false).with_window(Some(77), Some(5)),
+            extras(&|extras| extras.mask = Some(stretches(&plain))),
+        ),
+        ("bias f32", options, extras(&|extras| extras.bias = Some(bias(Dtype::F32, 1)))),
+        ("bias f16 per head", options, extras(&|extras| extras.bias = Some(bias(Dtype::F16, 4)))),
+        ("all", options.with_window(Some(100), None).with_softcap(Some(5.0)), all),
+    ] {
+        let case =
+            Case::new(*plain.geometry(), options, plain.q().clone(), plain.q_indptr().to_vec(), plain.kv().clone());
+        check(gpu, name, &case.unwrap().with_extras(extras).unwrap(), &spec(name));
+    }
+}
+
+/// Values that are part of the keys lie once in the pool, and are read as if they lay twice.
+#[test]
+fn latent_values() {
+    let Some(gpu) = gpu() else { return };
+    for (dim, v_dim, group) in [(576, 512, 4), (24, 17, 3)] {
+        let spec = CaseSpec::new("latent", Heads::new(group, 1, dim), [(20, 40), (1, 300)]).causal(true);
+        let plain = build(&spec).unwrap();
+        let KvSource::Contiguous { k, kv_indptr, .. } = plain.kv().clone() else { panic!("contiguous") };
+        let v = k.first_of_rows(v_dim as usize);
+        let case = |geometry: HeadGeometry, v: Tensor| {
+            let kv = KvSource::Contiguous { k: k.clone(), v, kv_indptr: kv_indptr.clone() };
+            Case::new(geometry, *plain.options(), plain.q().clone(), plain.q_indptr().to_vec(), kv)
+        };
+        let latent = HeadGeometry::latent(group, dim, v_dim).unwrap();
+        let shared = case(latent, v.clone()).unwrap();
+        check(gpu, "latent", &shared, &spec);
+        let twice = case(HeadGeometry::with_v_head_dim(group, 1, dim, v_dim).unwrap(), v.clone()).unwrap();
+        let options = run_options(&spec);
+        let outputs = [&shared, &twice].map(|case| gpu.run(case, &options).unwrap());
+        assert_eq!(difference(&outputs[0], &outputs[1]), None);
+        let mut other = v.to_f32();
+        other[3] += 1.0;
+        let other = Tensor::from_f32(v.dtype(), v.shape(), &other).unwrap();
+        assert!(matches!(case(latent, other), Err(CaseError::LatentValues { v: "v", .. })));
+    }
+}
