@@ -56,10 +56,16 @@ A case file holds
 or, where the keys and values are paged already, instead of k, v and kv_indptr
   k_pages, v_pages     [pages, page_size, kv_heads, head_dim | v_head_dim]
   page_indptr [seqs + 1], page_ids, kv_len [seqs]        the page table in CSR form
-and may have metadata strings `causal` and `scale`. Query row i of a sequence sits at position
-kv_len - q_len + i; query head h reads KV head h / (q_heads / kv_heads). Rows come first, then heads:
-[heads, rows, dim] must be transposed, and a batch [batch, rows, heads, dim] be packed to
-[batch * rows, heads, dim].
+What changes the scores may be there as well
+  alibi_slopes         [q_heads]                         F32: adds slope * (j - pos) for key j, row at pos
+  sinks                [q_heads]                         F32: a logit that joins the softmax's denominator
+  mask                 [sum of q_len * kv_len]           U8 or BOOL: 1 = visible; row-major, sequence after
+                                                         sequence
+  bias                 [1 | q_heads, sum of q_len * kv_len]  F32 or F16: added to the score; -inf hides a key
+and metadata strings `causal`, `scale`, `window_left`, `window_right` and `softcap`. Query row i of a
+sequence sits at position kv_len - q_len + i; query head h reads KV head h / (q_heads / kv_heads). Rows
+come first, then heads: [heads, rows, dim] must be transposed, and a batch [batch, rows, heads, dim] be
+packed to [batch * rows, heads, dim].
 
 Such a file from Python:
   import numpy as np
@@ -136,17 +142,17 @@ pub struct SettingFlags {
     #[arg(long, value_name = "X", value_parser = settings::parse_scale, allow_hyphen_values = true)]
     pub scale: Option<f64>,
 
-    /// Keys visible to the left of a row's position; -1, no limit, is the only value supported yet
+    /// Keys that a row sees to the left of its own position; -1 is no limit [file's default: -1]
     #[arg(long, value_name = "N", value_parser = settings::parse_window, allow_hyphen_values = true)]
-    pub window_left: Option<settings::Unlimited>,
+    pub window_left: Option<settings::Side>,
 
-    /// Keys visible to the right of a row's position; -1, no limit, is the only value supported yet
+    /// Keys that a row sees to the right of its own position; -1 is no limit [file's default: -1]
     #[arg(long, value_name = "N", value_parser = settings::parse_window, allow_hyphen_values = true)]
-    pub window_right: Option<settings::Unlimited>,
+    pub window_right: Option<settings::Side>,
 
-    /// Soft cap of the scores; 0, none, is the only value supported yet
+    /// Soft cap: a score s becomes X * tanh(s / X); 0 is none [file's default: 0]
     #[arg(long, value_name = "X", value_parser = settings::parse_softcap, allow_hyphen_values = true)]
-    pub softcap: Option<settings::Uncapped>,
+    pub softcap: Option<settings::Cap>,
 }
 
 /// Flags about pages.
@@ -161,7 +167,7 @@ pub struct PagingFlags {
     #[arg(long, value_name = "SEED", allow_hyphen_values = true)]
     pub shuffle_pages: Option<u64>,
 
-    /// Type in which the pages are stored; only the file's own is supported yet
+    /// Type in which the pages are stored: keys and values are rounded to it first [default: the file's]
     #[arg(long, value_name = "TYPE", value_enum)]
     pub kv_dtype: Option<KvDtype>,
 
@@ -229,6 +235,16 @@ pub enum KvDtype {
 }
 
 impl KvDtype {
+    /// The library's type of the same name, where it is a float that pages can be stored in.
+    pub fn float(self) -> Option<paged_attention::Dtype> {
+        match self {
+            Self::F32 => Some(paged_attention::Dtype::F32),
+            Self::F16 => Some(paged_attention::Dtype::F16),
+            Self::Bf16 => Some(paged_attention::Dtype::Bf16),
+            Self::Int8 | Self::Fp8 => None,
+        }
+    }
+
     /// As it is written on the command line.
     pub fn name(self) -> &'static str {
         match self {

@@ -68,6 +68,24 @@ pub enum InputError {
         /// The entry.
         found: i64,
     },
+    /// An entry of a mask that is neither 0 nor 1.
+    #[error("`{tensor}`[{index}] is {found}; 0 (hidden) or 1 (visible) is needed")]
+    MaskValue {
+        /// The tensor.
+        tensor: &'static str,
+        /// Position of the entry.
+        index: usize,
+        /// The entry.
+        found: u8,
+    },
+    /// Keys or values that are not finite in the type that they are to be stored in.
+    #[error("as --kv-dtype {dtype} stores it, {error}")]
+    Stored {
+        /// The type.
+        dtype: &'static str,
+        /// The element.
+        error: paged_attention::CaseError,
+    },
     /// A metadata string that cannot be used.
     #[error("metadata `{key}` is \"{found}\": {needed}")]
     Metadata {

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use paged_attention::{Case, KernelUse, KvSource, Output, PageSize, Report};
+use paged_attention::{Case, CaseExtras, KernelUse, KvSource, Output, PageSize, Report};
 use serde::{Serialize, Serializer};
 
 /// Exit status: every element inside the bound.
@@ -70,6 +70,13 @@ pub struct Shape {
     pub paged_input: bool,
     pub causal: bool,
     pub scale: f64,
+    /// Null where there is no limit, as the next one.
+    pub window_left: Option<u32>,
+    pub window_right: Option<u32>,
+    /// Null where there is none.
+    pub softcap: Option<f64>,
+    /// Tensors that change scores: those of `alibi_slopes`, `sinks`, `mask` and `bias` that the case has.
+    pub extras: Vec<&'static str>,
 }
 
 impl Shape {
@@ -80,6 +87,8 @@ impl Shape {
         let kv_dtype = match case.kv() {
             KvSource::Contiguous { k, .. } | KvSource::Paged { k_pages: k, .. } => k.dtype(),
         };
+        let options = case.options();
+        let CaseExtras { alibi_slopes, sinks, mask, bias, .. } = case.extras();
         Self {
             seqs: case.seqs(),
             total_q: lengths.iter().map(|(q_len, _)| u64::from(*q_len)).sum(),
@@ -93,8 +102,20 @@ impl Shape {
             out_dtype: out_dtype.to_string(),
             page_size: case.page_size().unwrap_or(page_size).get(),
             paged_input: case.page_size().is_some(),
-            causal: case.options().causal,
-            scale: case.options().scale,
+            causal: options.causal,
+            scale: options.scale,
+            window_left: options.window_left,
+            window_right: options.window_right,
+            softcap: options.softcap,
+            extras: [
+                ("alibi_slopes", alibi_slopes.is_some()),
+                ("sinks", sinks.is_some()),
+                ("mask", mask.is_some()),
+                ("bias", bias.is_some()),
+            ]
+            .into_iter()
+            .filter_map(|(name, given)| given.then_some(name))
+            .collect(),
         }
     }
 }

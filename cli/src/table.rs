@@ -44,6 +44,17 @@ impl Shape {
             counted(self.kv_heads, "head")
         )
     }
+
+    /// `, window 128 left and 0 right, cap 30, sinks, bias`
+    fn options(&self) -> String {
+        let side = |keys: Option<u32>| keys.map_or("all".to_owned(), |keys| keys.to_string());
+        let window = (self.window_left, self.window_right);
+        let window = (window != (None, None))
+            .then(|| format!("window {} left and {} right", side(self.window_left), side(self.window_right)));
+        let cap = self.softcap.map(|cap| format!("cap {cap}"));
+        let extras = self.extras.iter().map(|name| (*name).to_owned());
+        window.into_iter().chain(cap).chain(extras).map(|option| format!(", {option}")).collect()
+    }
 }
 
 impl Measured {
@@ -104,14 +115,15 @@ pub fn single(result: &CaseResult) -> String {
     line(
         "",
         &format!(
-            "q {}, kv {}, out {}, pages of {}{}, {}, scale {}",
+            "q {}, kv {}, out {}, pages of {}{}, {}, scale {}{}",
             shape.q_dtype,
             shape.kv_dtype,
             shape.out_dtype,
             shape.page_size,
             if shape.paged_input { " (the file's)" } else { "" },
             if shape.causal { "causal" } else { "not causal" },
-            shape.scale
+            shape.scale,
+            shape.options()
         ),
     );
     line("errors", &format!("max |out - float64| {:.3e}, nmse {:.3e}", m.max_abs_error, m.nmse));

@@ -98,7 +98,49 @@ fn neutral_and_legal_inputs() {
                 "7",
             ],
         ),
-        ("flags win", flat().meta("scale", "nan").meta("softcap", "3").bytes(), &["--scale", "1", "--softcap", "0"]),
+        (
+            "windows and a cap in the metadata",
+            flat().meta("window_left", "0").meta("window_right", "4294967295").meta("softcap", "30.5").bytes(),
+            &[],
+        ),
+        (
+            "windows and a cap by flag, pages of another type",
+            paged().bytes(),
+            &["--window-left", "3", "--window-right=0", "--softcap", "5e1", "--kv-dtype", "bf16"],
+        ),
+        ("contiguous keys of another type", flat().bytes(), &["--kv-dtype", "f16"]),
+        // Nobody owns page 4.
+        (
+            "past f16 where nobody owns it",
+            paged().f32_with("k_pages", &[5, 4, 2, 8], 4 * 64, 1e30).bytes(),
+            &["--kv-dtype", "f16"],
+        ),
+        (
+            "slopes, sinks, mask and bias",
+            flat()
+                .f32("alibi_slopes", &[4])
+                .f32("sinks", &[4])
+                .raw("mask", "BOOL", &[16], vec![1; 16])
+                .f32_with("bias", &[4, 16], 3, f32::NEG_INFINITY)
+                .bytes(),
+            &[],
+        ),
+        (
+            "mask and shared bias in f16, on pages",
+            paged().raw("mask", "U8", &[21], vec![0; 21]).f16_zeros("bias", &[1, 21]).bytes(),
+            &[],
+        ),
+        (
+            "mask of nothing",
+            flat()
+                .f32("q", &[0, 4, 8])
+                .i32("q_indptr", &[0, 0, 0])
+                .raw("mask", "U8", &[0], vec![])
+                .f32("bias", &[1, 0])
+                .bytes(),
+            &[],
+        ),
+        ("flags win", flat().meta("scale", "nan").meta("softcap", "x").bytes(), &["--scale", "1", "--softcap", "0"]),
     ]);
 }
 

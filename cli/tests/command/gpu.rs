@@ -173,6 +173,92 @@ fn paged_and_contiguous_give_the_same_bits() {
     assert_eq!(result("case.safetensors"), result("paged.safetensors"));
 }
 
+/// Everything that changes scores, in one file; what the report says of it, and that flags win.
+#[test]
+fn options_of_the_scores() {
+    if skipped() {
+        return;
+    }
+    let mask: Vec<u8> = (0..16).map(|entry| u8::from(entry % 3 > 0)).collect();
+    let file = File::contiguous()
+        .f32("alibi_slopes", &[4])
+        .f32("sinks", &[4])
+        .raw("mask", "U8", &[16], mask)
+        .f32_with("bias", &[4, 16], 3, f32::NEG_INFINITY)
+        .meta("window_left", "4")
+        .meta("softcap", "2.5");
+    let (folder, _) = folder_with(&file.bytes());
+    let first = run(folder.path(), &["attend", "case.safetensors", "--json"]);
+    assert_eq!(first.code, Some(0), "{first:?}");
+    let shape = &first.json()["shape"];
+    assert_eq!((&shape["window_left"], &shape["window_right"]), (&4.into(), &Value::Null), "{shape}");
+    assert_eq!(shape["softcap"], 2.5, "{shape}");
+    assert_eq!(shape["extras"], serde_json::json!(["alibi_slopes", "sinks", "mask", "bias"]), "{shape}");
+    let args = ["attend", "case.safetensors", "--window-left=-1", "--window-right", "1", "--softcap", "7"];
+    let second = run(folder.path(), &args);
+    assert_eq!(second.code, Some(0), "{second:?}");
+    let says = "window all left and 1 right, cap 7, alibi_slopes, sinks, mask, bias";
+    assert!(second.stdout.contains(says), "{second:?}");
+}
+
+/// A triangle as a mask, as a bias, as a window and as a flag: the same result, to rounding.
+#[test]
+fn ways_to_be_causal_agree() {
+    if skipped() {
+        return;
+    }
+    // Rows at 3 of 4 keys, and at 4 and 5 of 6.
+    let sees = |key: usize| key != 4 + 5;
+    let triangle: Vec<u8> = (0..16).map(|key| u8::from(sees(key))).collect();
+    let bias: Vec<f32> = (0..16).map(|key| if sees(key) { 0.0 } else { f32::NEG_INFINITY }).collect();
+    let flat = File::contiguous;
+    let (folder, _) = folder_with(&flat().meta("causal", "true").bytes());
+    for (name, file) in [
+        ("mask", flat().raw("mask", "BOOL", &[16], triangle)),
+        ("bias", flat().f32_values("bias", &[1, 16], &bias)),
+        ("window", flat().meta("window_right", "0")),
+        ("all", flat()),
+    ] {
+        std::fs::write(folder.path().join(format!("{name}.safetensors")), file.bytes()).unwrap();
+    }
+    let run = run(folder.path(), &["attend", ".", "--out", "results"]);
+    assert_eq!(run.code, Some(0), "{run:?}");
+    let result = |name: &str| -> Vec<f32> {
+        let [out, lse] = tensors(folder.path().join("results").join(format!("{name}.safetensors")));
+        let bytes = [out.2, lse.2].concat();
+        bytes.chunks(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect()
+    };
+    let near = |name: &str| result(name).iter().zip(result("case")).all(|(a, b)| (a - b).abs() < 1e-5);
+    assert!(near("mask") && near("bias") && near("window"));
+    assert!(!near("all"));
+}
+
+/// Pages in another type than the file's hold what a file in that type holds.
+#[test]
+fn pages_of_another_type() {
+    if skipped() {
+        return;
+    }
+    let (header, data) = File::contiguous().parts();
+    let rounded = |name: &str| -> Vec<u8> {
+        let [start, end] = [0, 1].map(|end| header[name]["data_offsets"][end].as_u64().unwrap() as usize);
+        let values = data[start..end].chunks(4).map(|b| f32::from_le_bytes(b.try_into().unwrap()));
+        values.flat_map(|x| f16::from_f32(x).to_le_bytes()).collect()
+    };
+    let halves =
+        File::contiguous().raw("k", "F16", &[10, 2, 8], rounded("k")).raw("v", "F16", &[10, 2, 8], rounded("v"));
+    let (folder, _) = folder_with(&File::contiguous().bytes());
+    std::fs::write(folder.path().join("halves.safetensors"), halves.bytes()).unwrap();
+    for (case, flags) in [("case", &["--kv-dtype", "f16"][..]), ("halves", &[])] {
+        let (file, out) = (format!("{case}.safetensors"), format!("{case}-out.safetensors"));
+        let run = run(folder.path(), &[&["attend", &file, "--out", &out, "--json"], flags].concat());
+        assert_eq!(run.code, Some(0), "{run:?}");
+        assert_eq!(run.json()["shape"]["kv_dtype"], "f16");
+    }
+    let result = |case: &str| tensors(folder.path().join(format!("{case}-out.safetensors")));
+    assert_eq!(result("case"), result("halves"));
+}
+
 #[test]
 fn half_precision_output() {
     if skipped() {

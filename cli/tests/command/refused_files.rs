@@ -136,14 +136,14 @@ fn metadata_values() {
         refusal("scale NaN", &good.clone().meta("scale", "nan"), &["`scale`", "\"nan\"", "finite number"]),
         refusal("scale infinite", &good.clone().meta("scale", "-inf"), &["`scale`", "\"-inf\""]),
         refusal("scale overflows", &good.clone().meta("scale", "1e400"), &["`scale`", "\"1e400\""]),
-        refusal("window", &good.clone().meta("window_left", "16"), &["`window_left`", "\"16\"", "not supported yet"]),
-        refusal("window", &good.clone().meta("window_right", "0"), &["`window_right`", "\"0\"", "not supported yet"]),
+        refusal("half a key", &good.clone().meta("window_left", "1.5"), &["`window_left`", "\"1.5\"", "whole number"]),
+        refusal("wide window", &good.clone().meta("window_left", "4294967296"), &["`window_left`", "to 4294967295"]),
         refusal("bad window", &good.clone().meta("window_right", "-2"), &["`window_right`", "\"-2\"", "whole number"]),
-        refusal("soft cap", &good.clone().meta("softcap", "30.0"), &["`softcap`", "\"30.0\"", "not supported yet"]),
-        refusal("bad soft cap", &good.clone().meta("softcap", "-1"), &["`softcap`", "\"-1\"", "finite number from 0"]),
+        refusal("soft cap", &good.clone().meta("softcap", "1e30"), &["`softcap`", "\"1e30\"", "to 1.15e18"]),
+        refusal("bad soft cap", &good.clone().meta("softcap", "-1"), &["`softcap`", "\"-1\"", "0 for none"]),
         refusal("empty", &good.clone().meta("scale", ""), &["`scale`", "\"\""]),
         // The flag wins over one key, and the other one still counts.
-        refusal_with("other key", &good.meta("softcap", "2"), &["--causal", "true"], &["`softcap`"]),
+        refusal_with("other key", &good.meta("softcap", "x"), &["--causal", "true"], &["`softcap`"]),
     ]);
 }
 
@@ -157,10 +157,10 @@ fn flag_values() {
         f("scale", &["--scale", "inf"], &["--scale", "'inf'"]),
         f("scale", &["--scale", "-inf"], &["--scale", "'-inf'"]),
         f("scale", &["--scale", "x"], &["--scale", "'x'"]),
-        f("window", &["--window-left", "3"], &["--window-left", "not supported yet"]),
-        f("window", &["--window-right", "0"], &["--window-right", "not supported yet"]),
+        f("window", &["--window-left", "x"], &["--window-left", "'x'", "whole number"]),
+        f("window", &["--window-right", "0.5"], &["--window-right", "'0.5'"]),
         f("window", &["--window-left", "-2"], &["--window-left", "'-2'"]),
-        f("soft cap", &["--softcap", "30"], &["--softcap", "not supported yet"]),
+        f("soft cap", &["--softcap", "inf"], &["--softcap", "'inf'", "0 for none"]),
         f("soft cap", &["--softcap", "-1"], &["--softcap", "'-1'"]),
         f("page size", &["--page-size", "0"], &["--page-size", "page_size is 0", "at least 1"]),
         f("page size", &["--page-size", "-1"], &["--page-size"]),
@@ -168,7 +168,18 @@ fn flag_values() {
         f("seed", &["--shuffle-pages", "x"], &["--shuffle-pages", "'x'"]),
         f("kv type", &["--kv-dtype", "int8"], &["--kv-dtype int8", "not supported yet"]),
         f("kv type", &["--kv-dtype", "fp8"], &["--kv-dtype fp8", "not supported yet"]),
-        f("kv type", &["--kv-dtype", "f16"], &["--kv-dtype f16", "`k` is f32", "not supported yet"]),
+        refusal_with(
+            "key past f16",
+            &good.clone().f32_with("k", &[10, 2, 8], 21, 1e5),
+            &["--kv-dtype", "f16"],
+            &["--kv-dtype f16", "`k` holds inf at [1, 0, 5]"],
+        ),
+        refusal_with(
+            "value past f16, in a page",
+            &File::paged().f32_with("v_pages", &[5, 4, 2, 8], 64, -1e5),
+            &["--kv-dtype", "f16"],
+            &["--kv-dtype f16", "`v_pages` holds -inf at [1, 0, 0, 0]"],
+        ),
         f("kv type", &["--kv-dtype", "f64"], &["--kv-dtype", "'f64'"]),
         f("out type", &["--out-dtype", "bf16"], &["--out-dtype", "'bf16'"]),
         f("layout", &["--layout", "slot"], &["--layout slot", "not supported yet", "head"]),
@@ -179,7 +190,6 @@ fn flag_values() {
         f("missing value", &["--scale"], &["--scale"]),
         refusal_with("page size", &File::paged(), &["--page-size", "4"], &["--page-size", "paged already"]),
         refusal_with("shuffle", &File::paged(), &["--shuffle-pages", "1"], &["--shuffle-pages", "paged already"]),
-        refusal_with("kv type", &File::paged(), &["--kv-dtype", "bf16"], &["`k_pages` is f32", "not supported yet"]),
     ]);
 }
 

@@ -30,16 +30,40 @@ fn tensors_missing_or_in_conflict() {
     ]);
 }
 
+/// 4 query heads; 1 row on 4 keys and 2 on 6 take 16 entries of a mask or a bias.
 #[test]
-fn options_of_later_versions() {
+fn tensors_that_change_scores() {
     let flat = File::contiguous;
+    let mask = |dtype, entries: &[u8]| flat().raw("mask", dtype, &[entries.len()], entries.to_vec());
+    let mut entries = [1; 16];
+    entries[11] = 2;
+    let bf16 = flat().raw("bias", "BF16", &[1, 16], vec![0; 32]);
     check_refusals(&[
-        refusal("alibi", &flat().f32("alibi_slopes", &[4]), &["`alibi_slopes`", "not supported yet"]),
-        refusal("sinks", &flat().f32("sinks", &[4]), &["`sinks`", "not supported yet"]),
-        refusal("mask", &flat().raw("mask", "U8", &[16], vec![1; 16]), &["`mask`", "not supported yet"]),
-        refusal("mask of bools", &flat().raw("mask", "BOOL", &[16], vec![2; 16]), &["`mask`", "not supported yet"]),
-        refusal("bias", &flat().f32("bias", &[1, 16]), &["`bias`", "not supported yet"]),
-        refusal("mask on pages", &File::paged().raw("mask", "U8", &[0], vec![]), &["`mask`", "not supported yet"]),
+        refusal("slopes in f16", &flat().f16_zeros("alibi_slopes", &[4]), &["`alibi_slopes` is F16", "F32"]),
+        refusal("slopes of KV heads", &flat().f32("alibi_slopes", &[2]), &["`alibi_slopes`", "[2]", "[4]"]),
+        refusal("slopes of rank 2", &flat().f32("alibi_slopes", &[4, 1]), &["`alibi_slopes`", "[4, 1]", "1 dimension"]),
+        refusal("slope NaN", &flat().f32_with("alibi_slopes", &[4], 2, f32::NAN), &["`alibi_slopes`", "NaN", "[2]"]),
+        refusal("five sinks", &flat().f32("sinks", &[5]), &["`sinks`", "[5]", "[4]"]),
+        refusal("sink", &flat().f32_with("sinks", &[4], 3, f32::NEG_INFINITY), &["`sinks`", "-inf", "[3]", "finite"]),
+        refusal("large sink", &flat().f32_with("sinks", &[4], 1, 1e38), &["`sinks`", "1.0000e38", "[1]", "5.8"]),
+        refusal("short mask", &mask("U8", &[1; 15]), &["`mask`", "[15]", "[16]", "q_len * kv_len"]),
+        refusal(
+            "mask of rank 2",
+            &flat().raw("mask", "U8", &[2, 8], vec![1; 16]),
+            &["`mask`", "[2, 8]", "1 dimension"],
+        ),
+        refusal("mask of numbers", &flat().f32("mask", &[16]), &["`mask` is F32", "U8 or BOOL"]),
+        refusal("mask of twos", &mask("U8", &entries), &["`mask`[11] is 2", "0 (hidden) or 1 (visible)"]),
+        refusal("BOOL of twos", &mask("BOOL", &entries), &["`mask`[11] is 2"]),
+        refusal("mask on pages", &File::paged().raw("mask", "U8", &[0], vec![]), &["`mask`", "[0]", "[21]"]),
+        refusal("bias in bf16", &bf16, &["`bias` is BF16", "F32 or F16"]),
+        refusal("bias of KV heads", &flat().f32("bias", &[2, 16]), &["`bias`", "[2, 16]", "[1 or 4, 16]"]),
+        refusal("bias of rank 3", &flat().f32("bias", &[4, 2, 8]), &["`bias`", "[4, 2, 8]", "2 dimensions"]),
+        refusal("bias of too few", &flat().f32("bias", &[1, 10]), &["`bias`", "[1, 10]", "16"]),
+        refusal("bias NaN", &flat().f32_with("bias", &[4, 16], 35, f32::NAN), &["`bias`", "NaN", "[2, 3]", "-inf"]),
+        refusal("bias inf", &flat().f32_with("bias", &[1, 16], 3, f32::INFINITY), &["`bias`", "inf", "[0, 3]"]),
+        // What frameworks mask with in f32 is no score.
+        refusal("least number", &flat().f32_with("bias", &[1, 16], 3, f32::MIN), &["row 0", "key 3", "3.4028e38"]),
     ]);
 }
 
@@ -94,7 +118,7 @@ fn shapes() {
         refusal("q dimension 0", &flat().f32("q", &[3, 4, 0]), &["`q`", "head_dim is 0"]),
         refusal("v dimension 0", &flat().f32("v", &[10, 2, 0]), &["`v`", "v_head_dim is 0"]),
         refusal("q dimension 577", &flat().f32("q", &[3, 4, 577]), &["`q`", "[3, 4, 577]", "576", "not supported"]),
-        refusal("v dimension 320", &flat().f32("v", &[10, 2, 320]), &["`v`", "[10, 2, 320]", "256"]),
+        refusal("v dimension 513", &flat().f32("v", &[10, 2, 513]), &["`v`", "[10, 2, 513]", "512"]),
         refusal("v rows", &flat().f32("v", &[9, 2, 8]), &["`v`", "[9, 2, 8]", "10"]),
         refusal("v_pages pages", &paged().f32("v_pages", &[4, 4, 2, 8]), &["`v_pages`", "[4, 4, 2, 8]", "5"]),
         refusal("v_pages page size", &paged().f32("v_pages", &[5, 8, 2, 8]), &["`v_pages`", "[5, 8, 2, 8]", "4"]),
