@@ -34,6 +34,7 @@ mod runner;
 mod selftest;
 mod status;
 mod tensor;
+mod tuning;
 mod verify;
 
 pub use attention::{Attention, AttentionConfig, AttentionIo, BindError, BufferBytes, Call, Workspace};
@@ -47,10 +48,13 @@ pub use geometry::{Dtype, GeometryError, HEAD_DIM_MAX, HeadGeometry, PageSize, R
 pub use kernels::{BuildError, KernelConfig, Kernels};
 pub use kv::{Append, AppendCall, AppendError, AppendPlan, AppendSource, KvLayout, LayoutError, RowLayout};
 pub use plan::{DevicePlan, Plan, PlanError, UploadError};
-pub use runner::{Choice, KernelUse, Output, RunError, RunOptions, Runner};
+pub use runner::{
+    Choice, ChosenBy, CompileTimes, KernelUse, Output, Preference, RunError, RunOptions, Runner, TUNE_BUDGET, Tuned,
+};
 pub use selftest::SelfTestError;
 pub use status::{STATUS_BYTES, Status, StatusError};
 pub use tensor::{Tensor, TensorError};
+pub use tuning::{Timing, Tuning, TuningEntry, TuningError, TuningKey};
 
 pub use verify::{Computed, Quantity, Report, VerifyError, Worst, verify};
 pub use wgpu;

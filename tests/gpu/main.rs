@@ -14,3 +14,4 @@ mod extreme;
 mod faults;
 mod random;
 mod real;
+mod tuning;

@@ -87,9 +87,8 @@ impl Paged {
             Selection::Chosen => {
                 let choice = gpu.runner.choose(&config.kernels(base)).map_err(run)?;
                 let refused = choice.stepped_down.iter();
-                let refused =
-                    refused.map(|(variants, why)| format!("{}, {}: {why}", variants.prefill, variants.decode));
-                (choice.variants, refused.collect(), Some(choice.compile_ms))
+                let refused = refused.map(|(variants, why)| format!("{variants}: {why}"));
+                (choice.variants, refused.collect(), Some(choice.compile.total_ms()))
             }
         };
         let kernels = gpu.runner.kernels(&config.kernels(variants)).map_err(run)?;
