@@ -5,6 +5,7 @@ mod args;
 mod attend;
 mod bench;
 mod case_file;
+mod choosing;
 mod device;
 mod doctor;
 mod error;
@@ -17,6 +18,7 @@ mod report;
 mod selftest;
 mod settings;
 mod table;
+mod tune;
 
 use std::process::ExitCode;
 
@@ -29,5 +31,6 @@ fn main() -> ExitCode {
         args::Command::Attend(args) => attend::run(args),
         args::Command::Doctor(args) => doctor::run(args),
         args::Command::Bench(args) => bench::run(args),
+        args::Command::Tune(args) => tune::run(args),
     })
 }

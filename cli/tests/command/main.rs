@@ -14,3 +14,4 @@ mod places;
 mod refused_files;
 mod refused_tensors;
 mod support;
+mod tuning;
