@@ -6,6 +6,9 @@
 //! keys and values into the pages the same way. Device, queue and buffers are the caller's; nothing is submitted or
 //! waited for, except by [`Runner`], which takes host tensors and returns host tensors.
 //!
+//! Which variants of the kernels run is decided by a rule and a self-test; [`Runner::tune`] measures them instead, for a
+//! table ([`Tuning`]) that the caller keeps, and [`Preference`] has the other wishes.
+//!
 //! [`mod@reference`] has the same attention in float64 and a bound on the kernels' error; [`verify()`] judges a result.
 //!
 //! The numerical contract: whatever the storage types, scores, row maxima, row sums and weighted sums are in f32;

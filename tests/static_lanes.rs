@@ -15,7 +15,7 @@ use std::{fs, thread};
 
 use naga::back;
 use naga::valid::{Capabilities, ModuleInfo, ValidationFlags, Validator};
-use paged_attention::kernels::{AdapterFacts, KernelId, Variants};
+use paged_attention::kernels::{AdapterFacts, Alternatives, KernelId, SUBGROUP_SIZES, Variants};
 use paged_attention::{Dtype, HeadGeometry, KernelConfig};
 
 /// `(head_dim, v_head_dim)`: the smallest, the largest, odd ones, and those of well-known models.
@@ -76,6 +76,30 @@ fn variants() -> Vec<Variant> {
                     }
                 }
             }
+        }
+    }
+    all.extend(alternatives());
+    all
+}
+
+/// What a caller can have beside the rule's choice: the variants that tuning tries, and those that compile quickly.
+fn alternatives() -> Vec<Variant> {
+    let mut all = Vec::new();
+    for (head_dim, v_head_dim) in [(59, 59), (64, 64)] {
+        let geometry = HeadGeometry::with_v_head_dim(6, 2, head_dim, v_head_dim).expect("a legal geometry");
+        let sized = |facts: AdapterFacts| SUBGROUP_SIZES.map(|size| facts.with_subgroups(size));
+        let plain = [AdapterFacts::PLAIN_GPU, AdapterFacts::PLAIN_CPU];
+        for facts in plain.into_iter().chain(plain.into_iter().flat_map(sized)) {
+            let rule = *Variants::candidates(&facts, &geometry).first().expect("there is a base");
+            let quick = Variants::quick(&facts, &geometry);
+            let Alternatives { mut prefill, mut decode } = Alternatives::new(&rule, &facts, &geometry);
+            prefill.push(quick.prefill);
+            decode.push(quick.decode);
+            let prefill = prefill.into_iter().map(|prefill| (KernelId::Prefill, Variants { prefill, ..rule }));
+            let decode = decode.into_iter().map(|decode| (KernelId::Decode, Variants { decode, ..rule }));
+            let (q, kv, out) = (Dtype::F32, Dtype::F32, Dtype::F32);
+            let config = |variants| KernelConfig { geometry, q, kv, out, variants };
+            all.extend(prefill.chain(decode).map(|(kernel, variants)| Variant::new(kernel, config(variants))));
         }
     }
     all

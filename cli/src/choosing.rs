@@ -28,7 +28,7 @@ pub struct ChoosingFlags {
 pub enum Which {
     /// What the rule or a table prefers, if it passes the self-test.
     Chosen,
-    /// What compiles in the least time, if it passes the self-test.
+    /// What compiles in little time, if it passes the self-test.
     Quick,
     /// What needs no device feature.
     Base,

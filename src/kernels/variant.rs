@@ -171,7 +171,7 @@ impl Variants {
         Self { prefill: prefill(facts, geometry, 0), decode: DecodeVariant::Workgroup }
     }
 
-    /// The variants that compile in the least time, slower as they may be: a prefill of one row per lane and one key per
+    /// The variants to take where compile time counts for more than speed: a prefill of one row per lane and two keys per
     /// step, and a decode whose lanes hold little of a query.
     pub fn quick(facts: &AdapterFacts, geometry: &HeadGeometry) -> Self {
         let rule = Self::candidates(facts, geometry);
@@ -182,7 +182,7 @@ impl Variants {
                 DecodeVariant::Exchange { subgroup }
             }
         };
-        Self { prefill: PrefillVariant { rows_per_lane: 1, step_keys: 1, ..prefill }, decode }
+        Self { prefill: PrefillVariant { rows_per_lane: 1, step_keys: 2, ..prefill }, decode }
     }
 
     fn with_subgroups(facts: &AdapterFacts, geometry: &HeadGeometry, subgroup: u32) -> Self {

@@ -13,7 +13,7 @@ pub enum Preference {
     /// The rule: [`Variants::candidates`].
     #[default]
     Rule,
-    /// What compiles in the least time, though it may run slower: [`Variants::quick`].
+    /// What compiles in little time, though it may run slower: [`Variants::quick`].
     QuickCompile,
     /// What a table says; the rule for shapes that it does not have.
     Tuned(Tuning),
