@@ -4,7 +4,7 @@ use std::borrow::Cow;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-use paged_attention::{Case, Dtype, KvSource, Tensor};
+use paged_attention::{Case, CaseExtras, Dtype, KvSource, Tensor};
 use safetensors::View;
 use thiserror::Error;
 
@@ -36,11 +36,23 @@ pub fn write_case(case: &Case, path: &Path) -> Result<(), FileError> {
             ("kv_len", Entry::indices(kv_len)),
         ]),
     }
+    let CaseExtras { alibi_slopes, sinks, mask, bias, .. } = case.extras();
+    for (name, values) in [("alibi_slopes", alibi_slopes), ("sinks", sinks)] {
+        tensors.extend(values.as_ref().map(|values| (name, Entry::floats(values))));
+    }
+    tensors.extend(mask.as_ref().map(|mask| ("mask", Entry::flags(mask))));
+    tensors.extend(bias.as_ref().map(|bias| ("bias", Entry::of(bias))));
     // Rust prints a float with the digits that read back as the same one.
-    let metadata = HashMap::from([
-        ("causal".to_owned(), case.options().causal.to_string()),
-        ("scale".to_owned(), format!("{:e}", case.options().scale)),
-    ]);
+    let options = case.options();
+    let settings = [
+        ("causal", Some(options.causal.to_string())),
+        ("scale", Some(format!("{:e}", options.scale))),
+        ("window_left", options.window_left.map(|keys| keys.to_string())),
+        ("window_right", options.window_right.map(|keys| keys.to_string())),
+        ("softcap", options.softcap.map(|cap| format!("{cap:e}"))),
+    ];
+    let metadata: HashMap<String, String> =
+        settings.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value?))).collect();
     safetensors::serialize_to_file(tensors, Some(metadata), path)
         .map_err(|source| FileError { path: path.to_owned(), source })
 }
@@ -62,6 +74,22 @@ impl<'a> Entry<'a> {
             },
             shape: tensor.shape().to_vec(),
             data: Cow::Borrowed(tensor.bytes()),
+        }
+    }
+
+    fn floats(values: &[f32]) -> Self {
+        Self {
+            dtype: safetensors::Dtype::F32,
+            shape: vec![values.len()],
+            data: Cow::Owned(values.iter().flat_map(|x| x.to_le_bytes()).collect()),
+        }
+    }
+
+    fn flags(flags: &[bool]) -> Self {
+        Self {
+            dtype: safetensors::Dtype::BOOL,
+            shape: vec![flags.len()],
+            data: Cow::Owned(flags.iter().map(|flag| u8::from(*flag)).collect()),
         }
     }
 

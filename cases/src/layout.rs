@@ -6,6 +6,7 @@ use paged_attention::{Case, Dtype, KvSource, PageSize, Tensor};
 use rand::RngExt;
 use rand::seq::SliceRandom;
 
+use crate::modifiers::{self, Modifiers};
 use crate::spec::{CaseSpec, KvInput, PageOrder, Poison, Pool, SpecError};
 use crate::values::{Sequence, generate, stream};
 
@@ -30,12 +31,18 @@ pub fn assemble(spec: &CaseSpec, sequences: &[Sequence]) -> Result<Case, SpecErr
         v: heads.kv_heads as usize * heads.v_head_dim as usize,
     };
     for (seq, s) in sequences.iter().enumerate() {
-        for (tensor, data, len, row) in
-            [("q", &s.q, s.q_len, rows.q), ("k", &s.k, s.kv_len, rows.k), ("v", &s.v, s.kv_len, rows.v)]
-        {
-            let needed = len as usize * row;
-            if data.len() != needed {
-                return Err(SpecError::SequenceSize { seq, tensor, found: data.len(), needed });
+        let scores = s.q_len as usize * s.kv_len as usize;
+        let Modifiers { mask, bias, .. } = spec.modifiers;
+        let bias_heads = bias.map_or(0, |bias| if bias.per_head { heads.q_heads as usize } else { 1 });
+        for (tensor, found, needed) in [
+            ("q", s.q.len(), s.q_len as usize * rows.q),
+            ("k", s.k.len(), s.kv_len as usize * rows.k),
+            ("v", s.v.len(), s.kv_len as usize * rows.v),
+            ("mask", s.mask.as_ref().map_or(0, Vec::len), if mask.is_some() { scores } else { 0 }),
+            ("bias", s.bias.as_ref().map_or(0, Vec::len), scores * bias_heads),
+        ] {
+            if found != needed {
+                return Err(SpecError::SequenceSize { seq, tensor, found, needed });
             }
         }
     }
@@ -58,8 +65,10 @@ pub fn assemble(spec: &CaseSpec, sequences: &[Sequence]) -> Result<Case, SpecErr
             KvSource::Contiguous { k: packed(|s| &s.k, head_dim)?, v: packed(|s| &s.v, v_head_dim)?, kv_indptr }
         }
         KvInput::Paged(pool) => {
-            let table = page_table(pool, spec.page_size()?, spec.seed, sequences)?;
-            let page = pool.page_size as usize;
+            let page_size = spec.page_size()?;
+            let (page, prefix_pages) = (page_size.get() as usize, spec.shared_prefix / page_size.get());
+            check_prefix(prefix_pages * page_size.get(), &rows, sequences)?;
+            let table = page_table(pool, page_size, (spec.seed, prefix_pages), sequences)?;
             let filled = |part: fn(&Sequence) -> &Vec<f32>, row: usize, dim: usize| {
                 let mut data = poisoned(pool.poison, spec.kv, table.page_count as usize * page * row, spec.seed);
                 let bounds = table.indptr.iter().zip(table.indptr.iter().skip(1));
@@ -83,7 +92,28 @@ pub fn assemble(spec: &CaseSpec, sequences: &[Sequence]) -> Result<Case, SpecErr
             }
         }
     };
-    Ok(Case::new(geometry, spec.options()?, q, q_indptr, kv)?)
+    let case = Case::new(geometry, spec.options()?, q, q_indptr, kv)?;
+    // A case without extras has passed its checks.
+    let extras = modifiers::extras(spec, sequences)?;
+    Ok(if extras.is_empty() { case } else { case.with_extras(extras)? })
+}
+
+/// Refuses sequences that would write different tokens into the pages that they share.
+fn check_prefix(tokens: u32, rows: &Rows, sequences: &[Sequence]) -> Result<(), SpecError> {
+    type Part = fn(&Sequence) -> &Vec<f32>;
+    let parts: [(&'static str, Part, usize); 2] = [("k", |s| &s.k, rows.k), ("v", |s| &s.v, rows.v)];
+    for (tensor, part, row) in parts {
+        // Sequences may be shorter than the prefix; the longest of them has the most of it.
+        let longest = sequences.iter().max_by_key(|s| s.kv_len).map(part);
+        for (seq, s) in sequences.iter().enumerate() {
+            let shared = |data: &Vec<f32>| data.iter().take(tokens as usize * row).map(|x| x.to_bits()).collect();
+            let (own, whole): (Vec<u32>, Vec<u32>) = (shared(part(s)), longest.map(shared).unwrap_or_default());
+            if !whole.starts_with(&own) {
+                return Err(SpecError::Prefix { seq, tensor, tokens });
+            }
+        }
+    }
+    Ok(())
 }
 
 /// The pages for a contiguous case of `spec` to be written into, sequence after sequence.
@@ -109,23 +139,36 @@ struct PageTable {
     page_count: u32,
 }
 
-fn page_table(pool: &Pool, page_size: PageSize, seed: u64, sequences: &[Sequence]) -> Result<PageTable, SpecError> {
+fn page_table(
+    pool: &Pool,
+    page_size: PageSize,
+    (seed, prefix_pages): (u64, u32),
+    sequences: &[Sequence],
+) -> Result<PageTable, SpecError> {
+    let pages_of = |s: &Sequence| page_size.pages_for(s.kv_len);
+    // Full pages of the prefix come first, as many as the longest sequence has.
+    let prefix_of = |s: &Sequence| prefix_pages.min(s.kv_len / page_size.get()) as usize;
+    let mut needed = sequences.iter().map(prefix_of).max().unwrap_or(0);
     // The first of the sequences that share their pages brings them in.
     let mut owner: HashMap<(u32, u32), usize> = HashMap::new();
-    let mut needed = 0_usize;
     let mut starts = Vec::with_capacity(sequences.len());
     for s in sequences {
-        let pages = page_size.pages_for(s.kv_len) as usize + pool.surplus as usize;
+        let prefix = prefix_of(s);
+        let own = pages_of(s) as usize - prefix + pool.surplus as usize;
         let start = if pool.share { *owner.entry((s.kv_stream, s.kv_len)).or_insert(needed) } else { needed };
         if start == needed {
-            needed += pages;
+            needed += own;
         }
-        starts.push((start, pages));
+        starts.push((prefix, start, own));
     }
     let (order, page_count) = page_order(pool, needed, seed)?;
+    let ids = starts.iter().flat_map(|(prefix, start, own)| {
+        let shared = order.iter().copied().take(*prefix);
+        shared.chain(order.iter().copied().skip(*start).take(*own))
+    });
     Ok(PageTable {
-        indptr: indptr("page-table entries", starts.iter().map(|(_, pages)| *pages as u32))?,
-        ids: starts.iter().flat_map(|(start, pages)| order.iter().copied().skip(*start).take(*pages)).collect(),
+        indptr: indptr("page-table entries", starts.iter().map(|(prefix, _, own)| (prefix + own) as u32))?,
+        ids: ids.collect(),
         page_count,
     })
 }

@@ -2,7 +2,8 @@
 //!
 //! A [`CaseSpec`] describes an attention problem in a line: heads, storage types, lengths, pages, the kind of
 //! values and a seed. [`build`] makes the [`Case`](paged_attention::Case) of it, always the same one.
-//! [`quick`] and [`full`] are the table; [`write_case`] keeps a case as a file that the command reads.
+//! [`quick`] and [`full`] are the table, [`options`] its rows for what changes scores, [`crossed`] draws such options at
+//! random; [`write_case`] keeps a case as a file that the command reads.
 //!
 //! ```
 //! use paged_attention_cases::{CaseSpec, Heads, Values, build};
@@ -13,15 +14,21 @@
 //! # Ok::<(), paged_attention_cases::SpecError>(())
 //! ```
 
+mod crossed;
 mod file;
 mod layout;
+mod modifiers;
+mod options;
 mod purposes;
 mod spec;
 mod table;
 mod values;
 
+pub use crossed::{KernelSpec, OptionSet, crossed, crossed_kernels};
 pub use file::{FileError, write_case};
 pub use layout::{append_page_ids, assemble, build};
+pub use modifiers::{Alibi, Bias, BiasValues, Mask, Modifiers, Sinks};
+pub use options::{options, options_full};
 pub use purposes::{self_tests, speed, timed};
 pub use spec::{CaseSpec, Heads, KvInput, PageOrder, Poison, Pool, Seq, SpecError, Values};
 pub use table::{full, quick};

@@ -5,6 +5,8 @@ use std::fmt;
 use paged_attention::{AttentionOptions, CaseError, Dtype, GeometryError, HeadGeometry, PageSize, TensorError};
 use thiserror::Error;
 
+use crate::modifiers::Modifiers;
+
 /// A description of which no case can be made.
 #[derive(Debug, Error)]
 #[non_exhaustive]
@@ -26,12 +28,22 @@ pub enum SpecError {
         /// The count found.
         found: usize,
     },
+    /// Sequences differ where they should have the same tokens.
+    #[error("sequence {seq}: `{tensor}` does not begin with the {tokens} tokens that all sequences share")]
+    Prefix {
+        /// The sequence.
+        seq: usize,
+        /// `k` or `v`.
+        tensor: &'static str,
+        /// Tokens shared, in whole pages.
+        tokens: u32,
+    },
     /// The sequences handed over do not have the size that the description says.
     #[error("sequence {seq}: `{tensor}` has {found} elements; {needed} are needed")]
     SequenceSize {
         /// The sequence.
         seq: usize,
-        /// `q`, `k` or `v`.
+        /// `q`, `k`, `v`, `mask` or `bias`.
         tensor: &'static str,
         /// Elements found.
         found: usize,
@@ -128,7 +140,8 @@ pub enum Values {
     /// are too much alike.
     ///
     /// Row `r`, head `h` of its group seeks key `keys[i % len]`, or key `i` in turn where `keys` is empty, with
-    /// `i = (q_stream * q_len + r) * group + h`; the last key that the row sees in place of one that it does not see.
+    /// `i = (q_stream * q_len + r) * group + h`; the nearest key that causal mask and window leave the row in place of one that
+    /// they hide.
     Needles {
         /// The keys sought.
         keys: &'static [u32],
@@ -253,6 +266,12 @@ pub struct CaseSpec {
     pub causal: bool,
     /// The softmax scale; `None` is `1/sqrt(head_dim)`.
     pub scale: Option<f64>,
+    /// What else changes scores.
+    pub modifiers: Modifiers,
+    /// Tokens that all sequences begin with, the same ones. In pages, those that it fills are shared. For kinds of
+    /// [`Values`] that draw every key alike ([`Values::Normal`], [`Values::OutlierChannels`], [`Values::Spread`],
+    /// [`Values::Offset`]).
+    pub shared_prefix: u32,
     /// Where keys and values lie.
     pub kv_input: KvInput,
     /// What they look like.
@@ -276,6 +295,8 @@ impl CaseSpec {
                 .collect(),
             causal: false,
             scale: None,
+            modifiers: Modifiers::NONE,
+            shared_prefix: 0,
             kv_input: KvInput::Paged(Pool::new(16)),
             values: Values::Normal,
             seed: 0,
@@ -310,6 +331,18 @@ impl CaseSpec {
     #[must_use]
     pub fn scale(self, scale: f64) -> Self {
         Self { scale: Some(scale), ..self }
+    }
+
+    /// The same with other modifiers of the scores.
+    #[must_use]
+    pub fn modified(self, modifiers: Modifiers) -> Self {
+        Self { modifiers, ..self }
+    }
+
+    /// The same with the first `tokens` shared by all sequences.
+    #[must_use]
+    pub fn shared_prefix(self, tokens: u32) -> Self {
+        Self { shared_prefix: tokens, ..self }
     }
 
     /// The same in pages.
@@ -356,12 +389,16 @@ impl CaseSpec {
         PageSize::new(self.kv_input.pool().page_size)
     }
 
-    /// Scale and mask.
+    /// Scale, causal mask, window and soft cap.
     ///
     /// # Errors
     /// [`GeometryError`].
     pub fn options(&self) -> Result<AttentionOptions, GeometryError> {
-        let options = AttentionOptions::new(&self.heads.geometry()?).with_causal(self.causal);
+        let Modifiers { window_left, window_right, softcap, .. } = self.modifiers;
+        let options = AttentionOptions::new(&self.heads.geometry()?)
+            .with_causal(self.causal)
+            .with_window(window_left, window_right)
+            .with_softcap(softcap);
         Ok(match self.scale {
             Some(scale) => options.with_scale(scale),
             None => options,
@@ -402,6 +439,10 @@ impl fmt::Display for CaseSpec {
         }
         if let Some(scale) = self.scale {
             write!(f, ", scale {scale}")?;
+        }
+        write!(f, "{}", self.modifiers)?;
+        if self.shared_prefix > 0 {
+            write!(f, ", first {} shared", self.shared_prefix)?;
         }
         let pool = self.kv_input.pool();
         let kind = if matches!(self.kv_input, KvInput::Paged(_)) { "paged" } else { "contiguous" };

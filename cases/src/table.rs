@@ -254,7 +254,7 @@ fn dims(heads: Heads, dtype: Dtype) -> CaseSpec {
 }
 
 /// Configurations that other rows use anyway.
-const FEW: [(&str, Dtype, Heads); 3] = [
+pub(crate) const FEW: [(&str, Dtype, Heads); 3] = [
     ("f32-g1", F32, Heads::new(2, 2, 64)),
     ("f16-g2", F16, Heads::new(4, 2, 64)),
     ("bf16-g4", Bf16, Heads::new(4, 1, 64)),

@@ -5,6 +5,7 @@ use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use rand_distr::StandardNormal;
 
+use crate::modifiers::{self, Modifiers};
 use crate::spec::{CaseSpec, Heads, Seq, SpecError, Values};
 
 /// One sequence's tensors, not yet rounded to their storage types and not yet laid out.
@@ -22,6 +23,10 @@ pub struct Sequence {
     pub k: Vec<f32>,
     /// `[kv_len, kv_heads, v_head_dim]`.
     pub v: Vec<f32>,
+    /// `[q_len, kv_len]`, where the case has a mask.
+    pub mask: Option<Vec<bool>>,
+    /// `[1 or q_heads, q_len, kv_len]`, where the case has a bias.
+    pub bias: Option<Vec<f32>>,
 }
 
 impl Sequence {
@@ -36,6 +41,7 @@ impl Sequence {
         };
         let (end, kv_len) = (end.min(self.q_len), kv_len.min(self.kv_len));
         let start = start.min(end);
+        let scores = ScoreChunk { of: (self.q_len, self.kv_len), rows: start..end, kv_len };
         Self {
             q_len: end - start,
             kv_len,
@@ -43,7 +49,28 @@ impl Sequence {
             q: part(&self.q, heads.q_heads * heads.head_dim, start, end),
             k: part(&self.k, heads.kv_heads * heads.head_dim, 0, kv_len),
             v: part(&self.v, heads.kv_heads * heads.v_head_dim, 0, kv_len),
+            mask: self.mask.as_ref().map(|mask| scores.take(mask)),
+            bias: self.bias.as_ref().map(|bias| scores.take(bias)),
         }
+    }
+}
+
+/// Some rows and the first keys of a mask or a bias.
+struct ScoreChunk {
+    of: (u32, u32),
+    rows: std::ops::Range<u32>,
+    kv_len: u32,
+}
+
+impl ScoreChunk {
+    /// Of `[heads, q_len, kv_len]`.
+    fn take<T: Copy>(&self, entries: &[T]) -> Vec<T> {
+        let (q_len, kv_len) = (self.of.0 as usize, self.of.1 as usize);
+        if kv_len == 0 {
+            return Vec::new();
+        }
+        let rows = entries.chunks(kv_len).enumerate().filter(|(row, _)| self.rows.contains(&((row % q_len) as u32)));
+        rows.flat_map(|(_, row)| row.iter().copied().take(self.kv_len as usize)).collect()
     }
 }
 
@@ -54,11 +81,16 @@ pub const fn loud_key(kv_len: u32) -> u32 {
 
 /// Which tensor a stream feeds: streams of different tensors must not coincide.
 #[derive(Clone, Copy)]
-enum Tag {
+pub(crate) enum Tag {
     Q = 1,
     K = 2,
     V = 3,
     Direction = 4,
+    PrefixK = 5,
+    PrefixV = 6,
+    Mask = 7,
+    Bias = 8,
+    Sinks = 9,
 }
 
 /// A generator for one tensor of one sequence.
@@ -88,9 +120,25 @@ fn sequence(spec: &CaseSpec, scale: f64, seq: &Seq) -> Sequence {
         let mut rng = stream(spec.seed, tag as u64, number);
         (0..len).map(|_| rng.sample(StandardNormal)).collect()
     };
+    // The first tokens are those of every sequence, if the case has a shared prefix.
+    let prefix = seq.kv_len.min(spec.shared_prefix);
+    let with_prefix = |mut own: Vec<f32>, tag: Tag, dim: u32| {
+        own.iter_mut().zip(normal(tag, 0, sized(prefix, kv_heads, dim))).for_each(|(own, shared)| *own = shared);
+        own
+    };
     let v = normal(Tag::V, seq.kv_stream, sized(seq.kv_len, kv_heads, v_head_dim));
-    let mut out =
-        Sequence { q_len: seq.q_len, kv_len: seq.kv_len, kv_stream: seq.kv_stream, q: Vec::new(), k: Vec::new(), v };
+    let v = with_prefix(v, Tag::PrefixV, v_head_dim);
+    let Modifiers { mask, bias, .. } = spec.modifiers;
+    let mut out = Sequence {
+        q_len: seq.q_len,
+        kv_len: seq.kv_len,
+        kv_stream: seq.kv_stream,
+        q: Vec::new(),
+        k: Vec::new(),
+        v,
+        mask: mask.map(|mask| modifiers::mask(mask, spec.seed, seq)),
+        bias: bias.map(|bias| modifiers::bias(bias, spec.seed, q_heads, seq)),
+    };
     let (q_size, k_size) = (sized(seq.q_len, q_heads, head_dim), sized(seq.kv_len, kv_heads, head_dim));
     match spec.values {
         Values::EqualScores { level } => equal(spec, scale, seq, level, None, &mut out),
@@ -101,7 +149,7 @@ fn sequence(spec: &CaseSpec, scale: f64, seq: &Seq) -> Sequence {
         }
         _ => {
             out.q = normal(Tag::Q, seq.q_stream, q_size);
-            out.k = normal(Tag::K, seq.kv_stream, k_size);
+            out.k = with_prefix(normal(Tag::K, seq.kv_stream, k_size), Tag::PrefixK, head_dim);
         }
     }
     let key_row = kv_heads as usize * head_dim as usize;
@@ -151,14 +199,15 @@ fn seeking(spec: &CaseSpec, scale: f64, seq: &Seq, keys: &[u32], k: &[f32]) -> V
     let factor = (64.0 / (scale * f64::from(head_dim))) as f32;
     let mut q = Vec::with_capacity(seq.q_len as usize * q_heads as usize * dim);
     for row in 0..seq.q_len {
-        let seen = spec.options().map_or(0, |options| options.visible(seq.q_len, seq.kv_len, row).end);
+        let seen = spec.options().map_or(0..0, |options| options.visible(seq.q_len, seq.kv_len, row));
         for head in 0..q_heads {
             let tokens = u64::from(seq.q_stream) * u64::from(seq.q_len) + u64::from(row);
             let index = tokens * u64::from(group) + u64::from(head % group);
             let key = match keys.get((index % keys.len().max(1) as u64) as usize) {
-                Some(key) => (*key).min(seen.saturating_sub(1)),
-                None => (index % u64::from(seen.max(1))) as u32,
+                Some(key) => *key,
+                None => (index % u64::from(seen.end.max(1))) as u32,
             };
+            let key = key.min(seen.end.saturating_sub(1)).max(seen.start);
             let start = (key as usize * kv_heads as usize + (head / group) as usize) * dim;
             // Without a key to see, there is none to seek.
             q.extend(k.iter().skip(start).chain(std::iter::repeat(&0.0)).take(dim).map(|x| x * factor));

@@ -6,7 +6,8 @@ use std::collections::HashSet;
 
 use paged_attention::{Case, Dtype, KvSource, Tensor};
 use paged_attention_cases::{
-    CaseSpec, Heads, PageOrder, Poison, Pool, Seq, Values, append_page_ids, build, full, generate, loud_key, quick,
+    Alibi, Bias, BiasValues, CaseSpec, Heads, Mask, Modifiers, PageOrder, Poison, Pool, Seq, Sinks, SpecError, Values,
+    append_page_ids, assemble, build, crossed, crossed_kernels, full, generate, loud_key, options, options_full, quick,
     write_case,
 };
 
@@ -43,7 +44,7 @@ fn owned(case: &Case) -> Vec<(Vec<f32>, Vec<f32>)> {
 
 #[test]
 fn names_are_unique() {
-    let table: Vec<CaseSpec> = quick().into_iter().chain(full()).collect();
+    let table: Vec<CaseSpec> = [quick(), full(), options(), options_full()].concat();
     let mut seen = HashSet::new();
     for spec in &table {
         assert!(seen.insert(spec.name.clone()), "two rows are called {}", spec.name);
@@ -52,7 +53,7 @@ fn names_are_unique() {
 
 #[test]
 fn every_quick_row_can_be_built() {
-    for spec in quick() {
+    for spec in quick().into_iter().chain(options()) {
         if let Err(error) = build(&spec) {
             panic!("{spec}: {error}");
         }
@@ -61,7 +62,7 @@ fn every_quick_row_can_be_built() {
 
 #[test]
 fn the_same_description_gives_the_same_case() {
-    for spec in quick().iter().filter(|spec| spec.flops() < 1e7) {
+    for spec in quick().iter().chain(&options()).filter(|spec| spec.flops() < 1e7) {
         // Bytes, not numbers: a NaN in an unowned slot must be the same too.
         assert_eq!(format!("{:?}", build(spec).unwrap()), format!("{:?}", build(spec).unwrap()), "{spec}");
     }
@@ -110,6 +111,149 @@ fn a_sequence_does_not_depend_on_its_neighbours() {
     let all = CaseSpec::new("batch", Heads::new(2, 1, 8), [(3, 9), (1, 20), (4, 4)]);
     let alone = all.clone().seqs(vec![all.seqs[1]]);
     assert_eq!(generate(&all).unwrap()[1], generate(&alone).unwrap()[0]);
+}
+
+const MODIFIERS: Modifiers = Modifiers {
+    window_left: Some(7),
+    window_right: Some(2),
+    softcap: Some(20.0),
+    alibi: Some(Alibi::Mixed),
+    sinks: Some(Sinks::Within(10.0)),
+    mask: Some(Mask::Random(70)),
+    bias: Some(Bias { per_head: true, dtype: Dtype::F16, values: BiasValues::Hiding(20) }),
+};
+
+/// Mask and bias of a sequence are its own, wherever it is in a batch, and those of a chunk are a part of the whole's.
+#[test]
+fn masks_and_biases_go_with_their_sequence() {
+    let all = CaseSpec::new("batch", Heads::new(2, 1, 8), [(3, 9), (0, 5), (2, 0), (4, 20)]).modified(MODIFIERS);
+    let case = build(&all).unwrap();
+    let (entries, sequences) = (3 * 9 + 4 * 20, generate(&all).unwrap());
+    assert_eq!(case.score_indptr(), [0, 27, 27, 27, entries as u64]);
+    let extras = case.extras();
+    assert_eq!(extras.bias.as_ref().unwrap().shape(), [2, entries]);
+    assert_eq!(extras.mask.as_ref().unwrap().len(), entries);
+    assert_eq!((extras.alibi_slopes.as_ref().unwrap().len(), extras.sinks.as_ref().unwrap().len()), (2, 2));
+    for row in 0..4 {
+        let whole = sequences[3].clone();
+        assert_eq!(case.mask_row(3, row).unwrap(), &whole.mask.as_ref().unwrap()[row as usize * 20..][..20]);
+        for head in 0..2 {
+            let own = &whole.bias.as_ref().unwrap()[(head * 4 + row as usize) * 20..][..20];
+            // The bias is rounded to f16.
+            let own = Tensor::from_f32(Dtype::F16, &[20], own).unwrap().to_f32();
+            assert_eq!(case.bias_row(3, row, head).unwrap(), own);
+        }
+    }
+    assert_eq!((case.mask_row(3, 4), case.mask_row(4, 0), case.mask_row(1, 0)), (None, None, None));
+    assert_eq!((case.bias_row(3, 4, 0), case.bias_row(3, 0, 2)), (None, None));
+    assert_eq!(case.mask_row(2, 1), Some(&[][..]));
+    let alone = all.clone().seqs(vec![all.seqs[3]]);
+    assert_eq!(generate(&alone).unwrap()[0], sequences[3]);
+    // Rows 1 and 2 over the first 18 keys.
+    let chunk = sequences[3].chunk(&all.heads, 1, 3, 18);
+    let part = build(&all).and_then(|_| assemble(&all, &[chunk])).unwrap();
+    for (row, head) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
+        assert_eq!(part.mask_row(0, row).unwrap(), &case.mask_row(3, row + 1).unwrap()[..18]);
+        assert_eq!(part.bias_row(0, row, head).unwrap(), case.bias_row(3, row + 1, head).unwrap()[..18]);
+    }
+}
+
+/// Rows of a mask as text.
+fn drawn(mask: Mask, lengths: (u32, u32)) -> Vec<String> {
+    let modifiers = Modifiers { mask: Some(mask), ..Modifiers::NONE };
+    let case = build(&CaseSpec::new("mask", Heads::new(1, 1, 8), [lengths]).modified(modifiers).seed(3)).unwrap();
+    let row = |row| case.mask_row(0, row).unwrap().iter().map(|sees| if *sees { 'x' } else { '.' }).collect();
+    (0..lengths.0).map(row).collect()
+}
+
+#[test]
+fn masks_are_what_they_are_called() {
+    assert_eq!(drawn(Mask::Causal, (3, 5)), ["xxx..", "xxxx.", "xxxxx"]);
+    assert_eq!(drawn(Mask::Causal, (3, 1)), [".", ".", "x"]);
+    assert_eq!(drawn(Mask::Prefix(2), (4, 4)), ["xx..", "xx..", "xxx.", "xxxx"]);
+    assert_eq!(drawn(Mask::Nothing, (2, 3)), ["...", "..."]);
+    assert_eq!(drawn(Mask::Everything, (2, 3)), ["xxx", "xxx"]);
+    for row in drawn(Mask::Blocks(4), (8, 20)).chunks(4) {
+        assert!(row.iter().all(|line| *line == row[0]), "{row:?}");
+        assert!(row[0].as_bytes().chunks(4).all(|block| block.iter().all(|mark| *mark == block[0])), "{row:?}");
+    }
+    // Every node sees the prompt, itself, and of its ancestors what they see.
+    let tree = drawn(Mask::Tree, (12, 20));
+    for (node, row) in tree.iter().enumerate() {
+        let (prompt, nodes) = row.split_at(8);
+        assert_eq!(prompt, "xxxxxxxx");
+        assert_eq!(&nodes[node..=node], "x");
+        assert!(!nodes[node + 1..].contains('x'), "{row}");
+        if let Some(parent) = nodes[..node].rfind('x') {
+            assert_eq!(nodes[..node], tree[parent][8..8 + node], "{node} and its parent {parent}");
+        }
+    }
+    let branches = (1..12).filter(|node| &tree[*node][8 + node - 1..8 + node] == ".").count();
+    assert!(branches > 0, "a chain is no tree: {tree:?}");
+    let share = drawn(Mask::Random(30), (40, 50)).concat().matches('x').count();
+    assert!((500..700).contains(&share), "{share}");
+}
+
+#[test]
+fn a_shared_prefix_is_the_same_pages() {
+    let spec = CaseSpec::new("prefix", Heads::new(2, 1, 8), [(1, 12), (2, 11), (1, 5), (1, 12)])
+        .shared_prefix(9)
+        .paged(Pool::new(4).times(1));
+    let case = build(&spec).unwrap();
+    let KvSource::Paged { page_ids, page_indptr, k_pages, .. } = case.kv() else { panic!("not paged") };
+    // Two full pages are shared; the third has one token of the prefix, and the short sequence has one page of two.
+    assert_eq!(page_indptr, &[0, 3, 6, 8, 11]);
+    let table = |seq: usize| &page_ids[page_indptr[seq] as usize..page_indptr[seq + 1] as usize];
+    assert_eq!(table(0)[..2], table(1)[..2]);
+    assert_eq!(table(0)[..2], table(3)[..2]);
+    assert_eq!(table(0)[0], table(2)[0]);
+    assert_eq!(page_ids.iter().collect::<HashSet<_>>().len(), 2 + 4);
+    assert_eq!(k_pages.shape()[0], 6);
+    let rows = owned(&case);
+    assert_eq!(rows[0].0[..9 * 8], rows[3].0[..9 * 8]);
+    assert_ne!(rows[0].0[9 * 8..], rows[3].0[9 * 8..]);
+    // Contiguous, the same tokens.
+    assert_eq!(owned(&build(&spec.clone().contiguous(Pool::new(4))).unwrap()), rows);
+    // Tokens that differ cannot be shared.
+    let mut sequences = generate(&spec).unwrap();
+    sequences[1].k[3] += 1.0;
+    assert!(matches!(assemble(&spec, &sequences), Err(SpecError::Prefix { seq: 1, tensor: "k", tokens: 8 })));
+}
+
+/// The drawn cases are legal, the same for a seed, and meet every option, on and off together with every other.
+#[test]
+fn crossed_cases_meet_every_pair_of_options() {
+    let kernels = crossed_kernels();
+    for (index, kernel) in kernels.iter().enumerate() {
+        assert!(!kernels[..index].contains(kernel), "{kernel:?} twice");
+    }
+    let flags = |m: &Modifiers| {
+        let window = m.window_left.is_some() || m.window_right.is_some();
+        [window, m.softcap.is_some(), m.alibi.is_some(), m.sinks.is_some(), m.mask.is_some(), m.bias.is_some()]
+    };
+    let mut seen = HashSet::new();
+    for (seed, kernel) in (0..300).zip(kernels.iter().cycle()) {
+        let spec = crossed(kernel, seed);
+        if let Err(error) = build(&spec) {
+            panic!("{spec}: {error}");
+        }
+        assert_eq!(spec, crossed(kernel, seed));
+        let (set, has) = (kernel.options, flags(&spec.modifiers));
+        assert_eq!(has, [set.window, set.softcap, set.alibi, set.sinks, set.mask, set.bias], "{spec}");
+        for (a, b) in (0..6).flat_map(|a| (0..6).map(move |b| (a, b))).filter(|(a, b)| a != b) {
+            seen.insert((a, b, has[a], has[b]));
+        }
+    }
+    assert_eq!(seen.len(), 6 * 5 * 4, "pairs of options, each on and off");
+    let first_four: HashSet<_> = kernels[..4].iter().map(|kernel| kernel.options).collect();
+    for (a, b) in (0..6).flat_map(|a| (0..a).map(move |b| (a, b))) {
+        let both = |set: &paged_attention_cases::OptionSet| {
+            let set = [set.window, set.softcap, set.alibi, set.sinks, set.mask, set.bias];
+            (set[a], set[b])
+        };
+        assert!(first_four.iter().any(|set| both(set) == (true, true)), "{a} and {b} are never together");
+        assert!(first_four.iter().any(|set| both(set) != (true, true)), "{a} and {b} are always together");
+    }
 }
 
 #[test]
@@ -211,12 +355,14 @@ fn one_key_lies_above_by_the_lead() {
 fn a_written_case_has_every_tensor() {
     let spec =
         CaseSpec::new("file", Heads::new(2, 1, 8), [(2, 9)]).dtypes(Dtype::F16, Dtype::Bf16).causal(true).scale(0.1);
+    let modified = spec.clone().contiguous(Pool::new(4)).modified(MODIFIERS);
     for (spec, needed) in [
         (
             spec.clone().paged(Pool::new(4)),
             vec!["k_pages", "kv_len", "page_ids", "page_indptr", "q", "q_indptr", "v_pages"],
         ),
         (spec.contiguous(Pool::new(4)), vec!["k", "kv_indptr", "q", "q_indptr", "v"]),
+        (modified, vec!["alibi_slopes", "bias", "k", "kv_indptr", "mask", "q", "q_indptr", "sinks", "v"]),
     ] {
         let case = build(&spec).unwrap();
         let path =
@@ -232,5 +378,14 @@ fn a_written_case_has_every_tensor() {
         let metadata = header.metadata().clone().unwrap();
         assert_eq!(metadata["causal"], "true");
         assert_eq!(metadata["scale"].parse::<f64>().unwrap(), 0.1);
+        let found = ["window_left", "window_right", "softcap"].map(|key| metadata.get(key).map(String::as_str));
+        let extras = needed.contains(&"bias");
+        assert_eq!(found, if extras { [Some("7"), Some("2"), Some("2e1")] } else { [None; 3] });
+        if extras {
+            let bytes = |name| file.tensor(name).unwrap().data().to_vec();
+            let mask: Vec<u8> = case.extras().mask.iter().flatten().map(|sees| u8::from(*sees)).collect();
+            assert_eq!(bytes("mask"), mask);
+            assert_eq!(bytes("bias"), case.extras().bias.as_ref().unwrap().bytes());
+        }
     }
 }

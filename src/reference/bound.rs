@@ -645,6 +645,98 @@ mod tests {
         assert_eq!(rescales.per_step.first(), Some(&127));
     }
 
+    /// A task of a row at `position`; head dimension 1, and as many keys as `k` has.
+    fn task<'a>(q: &'a [f32], k: &'a [f32], keys: &[u32], position: i64) -> RowTask<'a> {
+        RowTask {
+            seq: 0,
+            q,
+            keys: keys.to_vec(),
+            k,
+            v: k,
+            head_dim: 1,
+            v_head_dim: 1,
+            scale: 1.0,
+            softcap: None,
+            slope: None,
+            position,
+            bias: None,
+            sink: None,
+            k_sum_max: k.iter().map(|x| f64::from(x.abs())).fold(0.0, f64::max),
+            v_max: &[],
+        }
+    }
+
+    #[test]
+    fn steps_are_counted_from_position_0() {
+        let (k, keys) = ([0.0; 20], [0, 3, 4, 5, 9, 16]);
+        let mut bound = RowBound::default();
+        bound.fill_step_ends(&task(&[0.0], &k, &keys, 19), 4);
+        assert_eq!(bound.step_ends, [2, 4, 5, 6]);
+        bound.fill_step_ends(&RowTask { sink: Some(0.0), ..task(&[0.0], &k, &keys, 19) }, 4);
+        assert_eq!(bound.step_ends, [2, 4, 5, 6, 7]);
+        bound.fill_step_ends(&RowTask { sink: Some(0.0), ..task(&[0.0], &k, &[], 19) }, 4);
+        assert_eq!(bound.step_ends, [1]);
+        bound.fill_step_ends(&task(&[0.0], &k, &[], 19), 4);
+        assert_eq!(bound.step_ends, [0_usize; 0]);
+    }
+
+    /// Every rounding of the soft cap at either of its ends, all combinations: none is outside, and the worst is near.
+    #[test]
+    fn no_capped_score_leaves_its_range() {
+        let (mut least, mut most) = (f64::INFINITY, 0.0_f64);
+        for x in [0.0, 1e-9, 1e-4, 0.01, 0.1, 0.3, 0.55, 0.8, 1.0, 1.5, 2.0, 3.0, 5.0, 8.0, 15.0, 40.0, 1e4] {
+            for error in [0.0, 1e-7, 1e-5, 1e-2, 1.0, 50.0] {
+                let mut largest = 0.0_f64;
+                for corner in 0..1_u32 << 7 {
+                    let sign = |at: u32| if corner >> at & 1 == 1 { 1.0 } else { -1.0 };
+                    let moved: f64 = x + sign(0) * error;
+                    let y = moved.abs() * 2.0 * LOG2_E * (1.0 + sign(1) * 2.0 * EPS);
+                    let e = (-y).exp2() * (1.0 + sign(2) * (3.0 + 2.0 * y) * EPS);
+                    let (above, below) = ((1.0 - e) * (1.0 + sign(3) * EPS), (1.0 + e) * (1.0 + sign(4) * EPS));
+                    let t = above / below * (1.0 + sign(5) * 2.5 * EPS) * (1.0 + sign(6) * 2.0 * EPS);
+                    largest = largest.max((t.copysign(moved) * t.signum() - x.tanh()).abs());
+                }
+                let ratio = largest / (tanh_error(x, error) * SECOND_ORDER);
+                assert!(ratio <= 1.0, "x {x}, error {error}: {ratio}");
+                (least, most) = (least.min(ratio), most.max(ratio));
+                // A half is what the largest slope costs where the argument may be anywhere; the rest is sharp.
+                assert!(error > 1e-2 || ratio > 0.6, "x {x}, error {error}: {ratio}");
+            }
+        }
+        assert!(most > 0.95, "{least} to {most}");
+    }
+
+    /// Far keys, whose distance is rounded, and near ones, in f32: with a product and a sum.
+    #[test]
+    fn alibi_and_bias_are_covered() {
+        let (k, mut dense, mut bound) = ([0.75, -0.5, 1.25, 3.0], DenseRow::default(), RowBound::default());
+        let mut largest = 0.0_f64;
+        for position in [3, 1000, (1 << 24) + 2, (1 << 30) + 77, i64::from(u32::MAX) - 1, -5, -(1 << 28) - 33] {
+            for slope in [0.3_f32, -7e-5, 1e-40, 1e20] {
+                let bias = vec![0.1_f32, -3e4, 1e-41, 17.3];
+                let task = RowTask {
+                    slope: Some(slope.into()),
+                    bias: Some(bias.clone()),
+                    ..task(&[1.0], &k, &[0, 1, 2, 3], position)
+                };
+                dense.attend(&task);
+                bound.fill_score_errors(&task, &dense, 1);
+                for (key, (k, bias)) in k.iter().zip(&bias).enumerate() {
+                    let distance = (key as i64 - position) as f32;
+                    let score = k * LOG2_E as f32 + (f64::from(slope) * LOG2_E) as f32 * distance;
+                    let score = (score + bias * LOG2_E as f32) as f64 / LOG2_E;
+                    let (error, allowed) = ((score - dense.score[key]).abs(), bound.score[key]);
+                    assert!(
+                        error <= allowed,
+                        "position {position}, slope {slope}, key {key}: {error:e} of {allowed:e}"
+                    );
+                    largest = largest.max(error / allowed);
+                }
+            }
+        }
+        assert!(largest > 0.1, "{largest}");
+    }
+
     /// A row with the given scores.
     fn row(score: Vec<f64>) -> DenseRow {
         let lse = log_sum_exp_shifted(&score);

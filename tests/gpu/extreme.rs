@@ -212,6 +212,8 @@ fn literal(heads: Heads, q: Vec<f32>, k: Vec<f32>, v: Vec<f32>) -> Sequence {
         q,
         k,
         v,
+        mask: None,
+        bias: None,
     }
 }
 

@@ -28,6 +28,8 @@ fn load(layer: &str) -> Sequence {
         q: read("q", HEADS.q_heads),
         k: read("k", HEADS.kv_heads),
         v: read("v", HEADS.kv_heads),
+        mask: None,
+        bias: None,
     }
 }
 

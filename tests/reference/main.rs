@@ -10,13 +10,14 @@
 )]
 
 mod emulated;
+mod options;
 mod refusals;
 
-use emulated::{Kernel, Scores, Weights};
+use emulated::{Fault, Kernel, Scores, Weights};
 use paged_attention::reference::bound::{BoundError, Bounds, bounds};
 use paged_attention::reference::{Reference, dense, online, online_row};
 use paged_attention::{
-    AttentionOptions, BatchError, CASE_BYTES_MAX, Case, CaseError, Chains, Computed, Dtype, GeometryError,
+    AttentionOptions, BatchError, CASE_BYTES_MAX, Case, CaseError, CaseExtras, Chains, Computed, Dtype, GeometryError,
     HeadGeometry, KvSource, Quantity, SCORE_LOG2_MAX, SEQUENCE_BYTES_MAX, Tensor, VerifyError, verify,
 };
 use proptest::prelude::*;
@@ -25,7 +26,8 @@ use rand::{RngExt, SeedableRng};
 use rand_distr::{Distribution, StandardNormal};
 use std::num::NonZeroUsize;
 
-const PLAIN: Kernel = Kernel { step_keys: 16, split_keys: None, scores: Scores::F32, weights: Weights::F32 };
+const PLAIN: Kernel =
+    Kernel { step_keys: 16, split_keys: None, scores: Scores::F32, weights: Weights::F32, fault: Fault::None };
 
 fn normal(rng: &mut StdRng, count: usize) -> Vec<f32> {
     StandardNormal.sample_iter(rng).take(count).collect()

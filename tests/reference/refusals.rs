@@ -227,3 +227,128 @@ fn scores_must_stay_in_range() {
         Err(CaseError::ScoreRange { row: 0, head: 1, key: 1, .. })
     ));
 }
+
+fn with_extras(change: impl FnOnce(&mut CaseExtras)) -> Result<Case, CaseError> {
+    let mut extras = CaseExtras::default();
+    change(&mut extras);
+    Parts::contiguous().build()?.with_extras(extras)
+}
+
+/// 2 heads; 1 row on 2 keys and 2 on 3 take 8 entries.
+#[test]
+fn shapes_of_extras_are_checked() {
+    let good = with_extras(|e| {
+        e.alibi_slopes = Some(vec![0.5; 2]);
+        e.sinks = Some(vec![0.5; 2]);
+        e.mask = Some(vec![true; 8]);
+        e.bias = Some(tensor(&[2, 8], &[0.5; 16]));
+    });
+    assert_eq!(good.unwrap().score_indptr(), [0, 2, 8]);
+    for (tensor, found, error) in [
+        ("alibi_slopes", &[3][..], with_extras(|e| e.alibi_slopes = Some(vec![0.5; 3]))),
+        ("sinks", &[1], with_extras(|e| e.sinks = Some(vec![0.5; 1]))),
+        ("mask", &[9], with_extras(|e| e.mask = Some(vec![true; 9]))),
+        ("mask", &[0], with_extras(|e| e.mask = Some(vec![]))),
+        ("bias", &[1, 7], with_extras(|e| e.bias = Some(super::tensor(&[1, 7], &[0.5; 7])))),
+        ("bias", &[3, 8], with_extras(|e| e.bias = Some(super::tensor(&[3, 8], &[0.5; 24])))),
+        ("bias", &[0, 8], with_extras(|e| e.bias = Some(super::tensor(&[0, 8], &[])))),
+        ("bias", &[8], with_extras(|e| e.bias = Some(super::tensor(&[8], &[0.5; 8])))),
+        ("bias", &[1, 8, 1], with_extras(|e| e.bias = Some(super::tensor(&[1, 8, 1], &[0.5; 8])))),
+    ] {
+        let error = error.unwrap_err();
+        let (name, shape, needed) = shape_of(&error);
+        assert_eq!((name, shape), (tensor, found));
+        assert!(needed.contains(if ["mask", "bias"].contains(&name) { "8]" } else { "[2]" }), "{error}");
+    }
+    let bias = Tensor::from_f32(Dtype::Bf16, &[1, 8], &[0.5; 8]).unwrap();
+    assert_eq!(with_extras(|e| e.bias = Some(bias)).unwrap_err(), CaseError::BiasDtype { found: Dtype::Bf16 });
+}
+
+#[test]
+fn values_of_extras_are_checked() {
+    let not_finite = |case: Result<Case, CaseError>| match case {
+        Err(CaseError::NotFinite { tensor, index, value }) if !value.is_finite() => (tensor, index),
+        other => panic!("{other:?}"),
+    };
+    for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+        let slopes = with_extras(|e| e.alibi_slopes = Some(vec![0.5, bad]));
+        assert_eq!(not_finite(slopes), ("alibi_slopes", vec![1]));
+        assert_eq!(not_finite(with_extras(|e| e.sinks = Some(vec![bad, 0.5]))), ("sinks", vec![0]));
+        for (dtype, heads, at, index) in [(Dtype::F32, 1, 3, vec![0, 3]), (Dtype::F16, 2, 13, vec![1, 5])] {
+            let mut values = vec![0.5; heads * 8];
+            values[at] = bad;
+            let case = with_extras(|e| e.bias = Some(Tensor::from_f32(dtype, &[heads, 8], &values).unwrap()));
+            match bad == f32::NEG_INFINITY {
+                true => assert!(case.is_ok()),
+                false => assert_eq!(not_finite(case), ("bias", index)),
+            }
+        }
+    }
+    let heads = HeadGeometry::new(1, 1, 1).unwrap();
+    let options = AttentionOptions::new(&heads);
+    let build = |options, change: &dyn Fn(&mut CaseExtras)| {
+        let mut extras = CaseExtras::default();
+        change(&mut extras);
+        single(heads, options, &[1.0, 1.0], &[1.0, 2.0, 3.0], &[1.0; 3])?.with_extras(extras)
+    };
+    for bad in [f64::NAN, f64::INFINITY, 0.0, -1.0, 1e-19, 1e19] {
+        let error = build(options.with_softcap(Some(bad)), &|_| {}).unwrap_err();
+        assert!(matches!(error, CaseError::SoftcapRange { .. }), "{error}");
+    }
+    assert!(build(options.with_softcap(Some(1e-18)), &|_| {}).is_ok());
+    let sinks = |sink: f32| build(options, &move |e| e.sinks = Some(vec![sink]));
+    assert!(sinks(-5e37).is_ok());
+    assert!(matches!(sinks(-6e37), Err(CaseError::SinkRange { head: 0, .. })));
+}
+
+/// What soft cap, ALiBi and bias make of a score stays in range too.
+#[test]
+fn modified_scores_must_stay_in_range() {
+    let heads = HeadGeometry::new(2, 2, 1).unwrap();
+    let options = AttentionOptions::new(&heads);
+    // Two rows at positions 1 and 2 of three keys.
+    let build = |options: AttentionOptions, change: &dyn Fn(&mut CaseExtras)| {
+        let mut extras = CaseExtras::default();
+        change(&mut extras);
+        let k = [1.0, 1.0, 1.0, 2.0, 1.0, 3.0];
+        single(heads, options, &[1.0; 4], &k, &[1.0; 6])?.with_extras(extras)
+    };
+    let place = |case: Result<Case, CaseError>| match case {
+        Err(CaseError::ScoreRange { row, head, key, found, limit }) if found > limit => (row, head, key),
+        other => panic!("{other:?}"),
+    };
+    // The farthest key of the last row is two away.
+    let slopes = |slope: f32| build(options, &move |e| e.alibi_slopes = Some(vec![0.0, slope]));
+    assert!(slopes(-2.9e37).is_ok());
+    assert_eq!(place(slopes(-3e37)), (1, 1, 0));
+    assert_eq!(place(slopes(6e37)), (0, 1, 0));
+    // A bias, also for a key that something else hides; -inf is none.
+    let bias = |value: f32| {
+        let mut values = [0.0; 12];
+        values[6 + 4] = value;
+        build(options.with_causal(true), &move |e| {
+            e.bias = Some(tensor(&[2, 6], &values));
+            e.mask = Some(vec![false; 6]);
+        })
+    };
+    assert!(bias(5.8e37).is_ok() && bias(f32::NEG_INFINITY).is_ok());
+    assert_eq!(place(bias(f32::MIN)), (1, 1, 1));
+    // Together they are too much, where each alone is not.
+    let both = |slope: f32, value: f32| {
+        build(options, &move |e| {
+            e.alibi_slopes = Some(vec![0.0, slope]);
+            e.bias = Some(tensor(&[1, 6], &[value; 6]));
+        })
+    };
+    assert!(both(2.9e37, 0.0).is_ok() && both(0.0, 5e37).is_ok());
+    assert_eq!(place(both(2.9e37, 5e37)), (0, 1, 0));
+    // A cap makes large scores small, unless they leave the range before.
+    let large = |scale: f64, cap: f64| build(options.with_scale(scale).with_softcap(Some(cap)), &|_| {});
+    assert!(large(1e37, 50.0).is_ok());
+    assert_eq!(place(large(1e37, 0.5)), (0, 1, 2));
+    assert!(matches!(large(1e38, 0.1), Err(CaseError::ScaleRange { .. })));
+    match build(options.with_scale(1e30).with_softcap(Some(1e-9)), &|_| {}) {
+        Err(CaseError::ScaleRange { found, .. }) => assert!((found / 1e39 - 1.0).abs() < 1e-6, "{found}"),
+        other => panic!("{other:?}"),
+    }
+}
