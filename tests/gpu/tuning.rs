@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use paged_attention::kernels::{Alternatives, KernelConfig, KernelId, Kernels, SourceEdit, Variants};
 use paged_attention::{
-    ChosenBy, Dtype, Output, Preference, RunError, RunOptions, Runner, SelfTestError, Timing, Tuning, TuningError,
+    ChosenBy, Dtype, Modifiers, Output, Preference, RunError, RunOptions, Runner, SelfTestError, Timing, Tuning,
+    TuningError,
 };
 use paged_attention_cases::{CaseSpec, Heads, Pool, build};
 
@@ -23,7 +24,7 @@ fn spec() -> CaseSpec {
 
 fn config(heads: Heads, variants: Variants) -> KernelConfig {
     let (q, kv, out) = (Dtype::F32, Dtype::F32, Dtype::F32);
-    KernelConfig { geometry: heads.geometry().unwrap(), q, kv, out, variants }
+    KernelConfig { geometry: heads.geometry().unwrap(), q, kv, out, modifiers: Modifiers::NONE, variants }
 }
 
 /// What the rule prefers, and a pair of others that the adapter can run.
@@ -166,7 +167,7 @@ fn errors_of_a_candidate_do_not_stay() {
     for kernel in KernelId::ALL {
         let mut runner = gpu.fresh_runner();
         // More words than the buffer has: known only when it is bound.
-        let (from, to) = ("status: array<atomic<u32>>;", "status: array<atomic<u32>, 64>;");
+        let (from, to) = ("status: array<atomic<u32>, STATUS_WORDS>", "status: array<atomic<u32>, 4096>");
         insert(&mut runner, other, &[SourceEdit { kernel, from, to }]);
         let error = runner.kernels(&config(HEADS, other)).map(|_| ()).unwrap_err();
         assert!(matches!(error, RunError::Failed(_)), "{error}");
