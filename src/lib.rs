@@ -40,7 +40,7 @@ mod tensor;
 mod verify;
 
 pub use attention::{Attention, AttentionConfig, AttentionIo, BindError, BufferBytes, Call, Workspace};
-pub use batch::{Batch, BatchError};
+pub use batch::{Batch, BatchBuilder, BatchError};
 pub use case::{
     AttentionOptions, CASE_BYTES_MAX, CASE_SCORES_MAX, Case, CaseError, KvSource, SCORE_LOG2_MAX, SEQUENCE_BYTES_MAX,
     SequenceKv,
@@ -48,7 +48,11 @@ pub use case::{
 pub use chains::Chains;
 pub use geometry::{Dtype, GeometryError, HEAD_DIM_MAX, HeadGeometry, PageSize, ROW_ALIGN, padded_dim};
 pub use kernels::{BuildError, KernelConfig, Kernels};
-pub use kv::{Append, AppendCall, AppendError, AppendPlan, AppendSource, KvLayout, LayoutError, RowLayout};
+pub use kv::{
+    Append, AppendCall, AppendError, AppendPlan, AppendSource, BlockPool, BlockTable, InvariantError, KvLayout,
+    LayoutError, Namespace, PageCopy, PageCounts, PoolConfig, PoolError, PrefixStats, Refused, RowLayout, SwappedTable,
+    TokenChain,
+};
 pub use plan::{DevicePlan, Plan, PlanError, UploadError};
 pub use runner::{Choice, KernelUse, Output, RunError, RunOptions, Runner};
 pub use selftest::SelfTestError;
