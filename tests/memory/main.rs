@@ -5,6 +5,14 @@
 //! The naive model has switches for faults that other allocators have had. A test of a fault is one function that the pool
 //! and the model pass and the faulty model must not.
 
+#![allow(
+    clippy::indexing_slicing,
+    clippy::panic,
+    clippy::print_stdout,
+    clippy::unwrap_used,
+    reason = "clippy.toml frees test functions only; these are their helpers"
+)]
+
 mod budget_example;
 mod cases;
 mod events;
