@@ -43,7 +43,7 @@ mod tuning;
 mod verify;
 
 pub use attention::{Attention, AttentionConfig, AttentionIo, Bias, BindError, BufferBytes, Call, Extras, Workspace};
-pub use batch::{Batch, BatchError, NO_PAGE};
+pub use batch::{Batch, BatchBuilder, BatchError, NO_PAGE};
 pub use case::{
     AttentionOptions, CASE_BYTES_MAX, CASE_SCORES_MAX, Case, CaseError, CaseExtras, KvSource, SCORE_LOG2_MAX,
     SEQUENCE_BYTES_MAX, SOFTCAP_MAX, SOFTCAP_MIN, SequenceKv,
@@ -51,7 +51,11 @@ pub use case::{
 pub use chains::Chains;
 pub use geometry::{Dtype, GeometryError, HEAD_DIM_MAX, HeadGeometry, PageSize, ROW_ALIGN, V_HEAD_DIM_MAX, padded_dim};
 pub use kernels::{BuildError, KernelConfig, Kernels, Modifiers};
-pub use kv::{Append, AppendCall, AppendError, AppendPlan, AppendSource, KvLayout, LayoutError, RowLayout};
+pub use kv::{
+    Append, AppendCall, AppendError, AppendPlan, AppendSource, BlockPool, BlockTable, InvariantError, KvLayout,
+    LayoutError, Namespace, PageCopy, PageCounts, PoolConfig, PoolError, PrefixStats, Refused, RowLayout, SwappedTable,
+    TokenChain,
+};
 pub use plan::{DevicePlan, Plan, PlanError, UploadError};
 pub use runner::{
     Choice, ChosenBy, CompileTimes, KernelUse, Output, Preference, RunError, RunOptions, Runner, TUNE_BUDGET, Tuned,
