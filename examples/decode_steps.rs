@@ -1,5 +1,5 @@
-//! A prompt and then single tokens, on the program's own device: new keys and values are appended to pages, attention runs
-//! over all of them, and a second sequence joins on the way.
+//! A prompt and then single tokens, on the program's own device: sequences get pages from a pool, new keys and values are
+//! appended to them, attention runs over all, and a second sequence joins on the way.
 //!
 //! ```sh
 //! cargo run --release --example decode_steps
@@ -9,15 +9,10 @@ use half::f16;
 use rand::{RngExt, SeedableRng};
 
 use paged_attention::{
-    Append, AppendPlan, AppendSource, Attention, AttentionConfig, AttentionIo, AttentionOptions, Batch, DevicePlan,
-    Dtype, Extras, HeadGeometry, KvLayout, PageSize, STATUS_BYTES, Status, Workspace, adapter, wgpu,
+    Append, AppendPlan, AppendSource, Attention, AttentionConfig, AttentionIo, AttentionOptions, BatchBuilder,
+    BlockPool, BlockTable, DevicePlan, Dtype, Extras, HeadGeometry, KvLayout, PageSize, PoolConfig, STATUS_BYTES,
+    Status, Workspace, adapter, wgpu,
 };
-
-/// One sequence: its pages, and how many tokens it has.
-struct Sequence {
-    pages: Vec<u32>,
-    tokens: u32,
-}
 
 #[expect(clippy::print_stdout, clippy::indexing_slicing, reason = "a program that shows what it did")]
 fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -35,30 +30,25 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let attention = pollster::block_on(Attention::new(&device, &info, &config))?;
     let pages = layout.create_buffer(&device)?;
 
-    let mut sequences: Vec<Sequence> = Vec::new();
-    let mut next_page = 0;
+    let mut pool = BlockPool::new(&PoolConfig { page_size, page_count: layout.page_count(), host_slot_count: 0 })?;
+    let mut sequences: Vec<BlockTable> = Vec::new();
+    let mut builder = BatchBuilder::default();
+    // Nothing is shared here, so no page has to be copied.
+    let mut copies = Vec::new();
     for step in 0..6_u32 {
         // Which sequences get how many new tokens: a prompt of 40, a prompt of 7 at step 2, single tokens otherwise.
         let joins = [(0, 40), (2, 7)].into_iter().find(|(at, _)| *at == step).map(|(_, tokens)| tokens);
         let mut new: Vec<u32> = vec![1; sequences.len()];
         if let Some(tokens) = joins {
-            sequences.push(Sequence { pages: Vec::new(), tokens: 0 });
+            sequences.push(pool.new_table()?);
             new.push(tokens);
         }
+        builder.clear();
         for (sequence, new) in sequences.iter_mut().zip(&new) {
-            sequence.tokens += new;
-            while (sequence.pages.len() as u32) < page_size.pages_for(sequence.tokens) {
-                sequence.pages.push(next_page);
-                next_page += 1;
-            }
+            pool.extend(sequence, *new, &mut copies)?;
+            builder.push(sequence, *new)?;
         }
-
-        // The batch in CSR form.
-        let q_indptr = indptr(new.iter().copied());
-        let page_indptr = indptr(sequences.iter().map(|sequence| sequence.pages.len() as u32));
-        let page_ids: Vec<u32> = sequences.iter().flat_map(|sequence| sequence.pages.clone()).collect();
-        let kv_len: Vec<u32> = sequences.iter().map(|sequence| sequence.tokens).collect();
-        let batch = Batch { q_indptr: &q_indptr, page_indptr: &page_indptr, page_ids: &page_ids, kv_len: &kv_len };
+        let batch = builder.batch();
         let rows = batch.total_q();
 
         // What a model would compute for the new tokens.
@@ -104,22 +94,17 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let words = read(&device, &readback)?;
         let (lse, status) = words.split_at(words.len() - 2);
         Status::from_words([status[0], status[1]]).check(append.workgroups().wrapping_add(call.workgroups()))?;
-        let last: Vec<f32> = q_indptr[1..]
+        let last: Vec<f32> = batch.q_indptr[1..]
             .iter()
             .map(|end| f32::from_bits(lse[(*end as usize - 1) * heads.q_heads() as usize]))
             .collect();
+        let kv_len = batch.kv_len;
         println!("step {step}: {new:?} new tokens, lengths {kv_len:?}, log-sum-exp of each last row {last:.4?}");
     }
+    for sequence in sequences {
+        pool.release(sequence)?;
+    }
     Ok(())
-}
-
-fn indptr(lengths: impl Iterator<Item = u32>) -> Vec<u32> {
-    let mut ends = vec![0];
-    ends.extend(lengths.scan(0, |end, length| {
-        *end += length;
-        Some(*end)
-    }));
-    ends
 }
 
 fn buffer(device: &wgpu::Device, size: u64, usage: wgpu::BufferUsages) -> wgpu::Buffer {

@@ -274,12 +274,10 @@ impl Call {
 }
 
 impl Call {
-    /// One workgroup of every kernel, whatever the plan has for it. With an empty plan they return at once: drivers
-    /// that compile at the first dispatch do it then.
-    pub(crate) fn of_every_kernel(mut self) -> Self {
-        self.dispatches = [KernelId::Prefill, KernelId::Decode, KernelId::Merge]
-            .map(|kernel| Dispatch { kernel, grid: [1, 1, 1] })
-            .to_vec();
+    /// One workgroup of one kernel, whatever the plan has for it. With an empty plan it returns at once: drivers that
+    /// compile at the first dispatch do it then.
+    pub(crate) fn of_one_workgroup(mut self, kernel: KernelId) -> Self {
+        self.dispatches = vec![Dispatch { kernel, grid: [1, 1, 1] }];
         self
     }
 }
@@ -311,6 +309,18 @@ impl Attention {
             _ => None,
         };
         let variants = preferred.unwrap_or_else(|| Variants::base(&facts, geometry));
+        Self::with_variants(device, config, variants).await
+    }
+
+    /// Compiles the kernels that the caller names: [`Variants::quick`], say, or those of a [`crate::Tuning`].
+    ///
+    /// # Errors
+    /// As [`Kernels::new`].
+    pub async fn with_variants(
+        device: &wgpu::Device,
+        config: &AttentionConfig,
+        variants: Variants,
+    ) -> Result<Self, BuildError> {
         Self::with_kernels(Kernels::new(device, &config.kernels(variants)).await?, config)
     }
 

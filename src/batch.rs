@@ -3,6 +3,7 @@
 use thiserror::Error;
 
 use crate::geometry::PageSize;
+use crate::kv::BlockTable;
 
 /// An index tensor that cannot be used. The messages name the tensor as the case file does.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
@@ -59,6 +60,14 @@ pub enum BatchError {
         found: u32,
         /// Pages in the pool.
         page_count: u32,
+    },
+    /// More rows or page-table entries than an indptr can count.
+    #[error("`{tensor}` would end at {needed}; at most 2^32 - 1 can be counted")]
+    TooMany {
+        /// Name of the tensor.
+        tensor: &'static str,
+        /// What its last entry would have to be.
+        needed: u64,
     },
     /// A sequence is longer than its pages.
     #[error("`kv_len`[{seq}] is {found}; its {pages} pages of {page_size} tokens hold {capacity}")]
@@ -167,5 +176,71 @@ impl Batch<'_> {
             }
         }
         Ok(())
+    }
+}
+
+/// A step's [`Batch`], put together from block tables in memory that is kept from step to step.
+///
+/// ```
+/// # use paged_attention::{BatchBuilder, BlockPool, PageSize, PoolConfig};
+/// # let config = PoolConfig { page_size: PageSize::new(16)?, page_count: 8, host_slot_count: 0 };
+/// # let mut pool = BlockPool::new(&config)?;
+/// # let mut copies = Vec::new();
+/// let mut table = pool.new_table()?;
+/// pool.extend(&mut table, 20, &mut copies)?;
+/// let mut step = BatchBuilder::default();
+/// step.push(&table, 20)?;
+/// assert_eq!(step.batch().page_indptr, [0, 2]);
+/// // A batch of one sequence needs no builder: its table is the page table.
+/// assert_eq!(step.batch().page_ids, table.pages());
+/// # pool.release(table)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct BatchBuilder {
+    q_indptr: Vec<u32>,
+    page_indptr: Vec<u32>,
+    page_ids: Vec<u32>,
+    kv_len: Vec<u32>,
+}
+
+impl Default for BatchBuilder {
+    fn default() -> Self {
+        Self { q_indptr: vec![0], page_indptr: vec![0], page_ids: Vec::new(), kv_len: Vec::new() }
+    }
+}
+
+impl BatchBuilder {
+    /// Starts the next step.
+    pub fn clear(&mut self) {
+        self.q_indptr.truncate(1);
+        self.page_indptr.truncate(1);
+        self.page_ids.clear();
+        self.kv_len.clear();
+    }
+
+    /// Adds a sequence whose last `q_len` tokens are the step's query rows; `table` counts them. Positions that
+    /// [`crate::BlockPool::release_before`] gave back are left out, so the sequence starts at its first page.
+    ///
+    /// # Errors
+    /// [`BatchError::TooMany`]; nothing was added.
+    pub fn push(&mut self, table: &BlockTable, q_len: u32) -> Result<(), BatchError> {
+        let next = |tensor, indptr: &[u32], more: usize| {
+            let needed = u64::from(indptr.last().copied().unwrap_or(0)) + more as u64;
+            u32::try_from(needed).map_err(|_| BatchError::TooMany { tensor, needed })
+        };
+        let q_end = next("q_indptr", &self.q_indptr, q_len as usize)?;
+        let page_end = next("page_indptr", &self.page_indptr, table.pages().len())?;
+        self.q_indptr.push(q_end);
+        self.page_indptr.push(page_end);
+        self.page_ids.extend_from_slice(table.pages());
+        self.kv_len.push(table.kv_len());
+        Ok(())
+    }
+
+    /// The step so far.
+    pub fn batch(&self) -> Batch<'_> {
+        let Self { q_indptr, page_indptr, page_ids, kv_len } = self;
+        Batch { q_indptr, page_indptr, page_ids, kv_len }
     }
 }

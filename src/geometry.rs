@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::num::NonZeroU32;
+use std::str::FromStr;
 
 use thiserror::Error;
 
@@ -55,6 +56,12 @@ pub enum GeometryError {
     /// A page holds no token.
     #[error("page_size is 0; a page holds at least 1 token")]
     ZeroPageSize,
+    /// A name that no storage type has.
+    #[error("type {found:?} is unknown; f32, f16 or bf16 is needed")]
+    Dtype {
+        /// The name found.
+        found: String,
+    },
     /// The softmax scale is not a finite number.
     #[error("scale is {found}; a finite number is needed")]
     Scale {
@@ -149,6 +156,11 @@ impl HeadGeometry {
         self.q_heads / self.kv_heads
     }
 
+    /// One KV head and the query heads that share it.
+    pub(crate) fn of_one_kv_head(&self) -> Self {
+        Self { q_heads: self.group(), kv_heads: 1, ..*self }
+    }
+
     /// The customary softmax scale, `1/sqrt(head_dim)`.
     pub fn default_scale(&self) -> f64 {
         1.0 / f64::from(self.head_dim).sqrt()
@@ -213,5 +225,14 @@ impl fmt::Display for Dtype {
             Self::F16 => "f16",
             Self::Bf16 => "bf16",
         })
+    }
+}
+
+impl FromStr for Dtype {
+    type Err = GeometryError;
+
+    fn from_str(name: &str) -> Result<Self, GeometryError> {
+        let found = [Self::F32, Self::F16, Self::Bf16].into_iter().find(|dtype| dtype.to_string() == name);
+        found.ok_or_else(|| GeometryError::Dtype { found: name.to_owned() })
     }
 }

@@ -7,6 +7,8 @@
 //! waited for, except by [`Runner`], which takes host tensors and returns host tensors.
 //!
 //! [`budget`] counts what the pages take, and how many requests fit into a device's memory.
+//! Which variants of the kernels run is decided by a rule and a self-test; [`Runner::tune`] measures them instead, for a
+//! table ([`Tuning`]) that the caller keeps, and [`Preference`] has the other wishes.
 //!
 //! [`mod@reference`] has the same attention in float64 and a bound on the kernels' error; [`verify()`] judges a result.
 //!
@@ -37,10 +39,11 @@ mod runner;
 mod selftest;
 mod status;
 mod tensor;
+mod tuning;
 mod verify;
 
 pub use attention::{Attention, AttentionConfig, AttentionIo, Bias, BindError, BufferBytes, Call, Extras, Workspace};
-pub use batch::{Batch, BatchError, NO_PAGE};
+pub use batch::{Batch, BatchBuilder, BatchError, NO_PAGE};
 pub use case::{
     AttentionOptions, CASE_BYTES_MAX, CASE_SCORES_MAX, Case, CaseError, CaseExtras, KvSource, SCORE_LOG2_MAX,
     SEQUENCE_BYTES_MAX, SOFTCAP_MAX, SOFTCAP_MIN, SequenceKv,
@@ -48,12 +51,19 @@ pub use case::{
 pub use chains::Chains;
 pub use geometry::{Dtype, GeometryError, HEAD_DIM_MAX, HeadGeometry, PageSize, ROW_ALIGN, V_HEAD_DIM_MAX, padded_dim};
 pub use kernels::{BuildError, KernelConfig, Kernels, Modifiers};
-pub use kv::{Append, AppendCall, AppendError, AppendPlan, AppendSource, KvLayout, LayoutError, RowLayout};
+pub use kv::{
+    Append, AppendCall, AppendError, AppendPlan, AppendSource, BlockPool, BlockTable, InvariantError, KvLayout,
+    LayoutError, Namespace, PageCopy, PageCounts, PoolConfig, PoolError, PrefixStats, Refused, RowLayout, SwappedTable,
+    TokenChain,
+};
 pub use plan::{DevicePlan, Plan, PlanError, UploadError};
-pub use runner::{Choice, KernelUse, Output, RunError, RunOptions, Runner};
+pub use runner::{
+    Choice, ChosenBy, CompileTimes, KernelUse, Output, Preference, RunError, RunOptions, Runner, TUNE_BUDGET, Tuned,
+};
 pub use selftest::SelfTestError;
 pub use status::{STATUS_BYTES, Status, StatusError};
 pub use tensor::{Tensor, TensorError};
+pub use tuning::{Timing, Tuning, TuningEntry, TuningError, TuningKey};
 
 pub use verify::{Computed, Quantity, Report, VerifyError, Worst, verify};
 pub use wgpu;

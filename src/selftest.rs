@@ -180,7 +180,7 @@ fn case(config: &KernelConfig) -> Result<Case, SelfTestError> {
 }
 
 /// A number between -2 and 2 from a mixed counter (the finaliser of MurmurHash3).
-fn noise(index: u32) -> f32 {
+pub(crate) fn noise(index: u32) -> f32 {
     let mut x = index.wrapping_mul(0x9e37_79b9);
     x = (x ^ (x >> 16)).wrapping_mul(0x85eb_ca6b);
     x = (x ^ (x >> 13)).wrapping_mul(0xc2b2_ae35);
@@ -231,6 +231,7 @@ mod tests {
             out_dtype: Dtype::F32,
             chains: vec![chains; whole.seqs()],
             kernels: Vec::new(),
+            choice: None,
             gpu_ms: None,
             wall_ms: 0.0,
             workspace_bytes: 0,

@@ -15,7 +15,7 @@ use std::{fs, thread};
 
 use naga::back;
 use naga::valid::{Capabilities, ModuleInfo, ValidationFlags, Validator};
-use paged_attention::kernels::{AdapterFacts, KernelId, Variants};
+use paged_attention::kernels::{AdapterFacts, Alternatives, KernelId, SUBGROUP_SIZES, Variants};
 use paged_attention::{Dtype, HeadGeometry, KernelConfig, Modifiers};
 
 /// `(head_dim, v_head_dim)`: the smallest, the largest, odd ones, and those of well-known models.
@@ -33,9 +33,21 @@ struct Variant {
 
 impl Variant {
     fn new(kernel: KernelId, config: KernelConfig) -> Self {
-        let KernelConfig { geometry, q, kv, out, variants, .. } = config;
+        let KernelConfig { geometry, q, kv, out, modifiers, variants } = config;
+        let Modifiers { window_left, softcap, alibi, sinks, mask, bias } = modifiers;
+        let modifiers: String = [
+            (window_left, "-window"),
+            (softcap, "-softcap"),
+            (alibi, "-alibi"),
+            (sinks, "-sinks"),
+            (mask, "-mask"),
+            (bias.is_some(), "-bias"),
+        ]
+        .into_iter()
+        .filter_map(|(on, name)| on.then_some(name))
+        .collect();
         let name = format!(
-            "{}-{}-{}-g{}-d{}-v{}-q_{q}-kv_{kv}-out_{out}",
+            "{}-{}-{}-g{}-d{}-v{}-q_{q}-kv_{kv}-out_{out}{modifiers}",
             kernel.entry_point(),
             variants.prefill,
             variants.decode,
@@ -76,6 +88,59 @@ fn variants() -> Vec<Variant> {
                     }
                 }
             }
+        }
+    }
+    all.extend(alternatives());
+    all.extend(modified());
+    all
+}
+
+/// Each modifier alone, all of them together, and latent attention, in every variant.
+fn modified() -> Vec<Variant> {
+    let none = Modifiers::NONE;
+    let all =
+        Modifiers { window_left: true, softcap: true, alibi: true, sinks: true, mask: true, bias: Some(Dtype::F16) };
+    let each = [
+        Modifiers { window_left: true, ..none },
+        Modifiers { softcap: true, ..none },
+        Modifiers { alibi: true, ..none },
+        Modifiers { sinks: true, ..none },
+        Modifiers { mask: true, ..none },
+        Modifiers { bias: Some(Dtype::F32), ..none },
+        all,
+    ];
+    let plain = HeadGeometry::new(8, 2, 64).expect("a legal geometry");
+    let latent = HeadGeometry::latent(16, 576, 512).expect("a legal geometry");
+    let modified = each.into_iter().map(|modifiers| (plain, modifiers));
+    modified
+        .chain([(latent, none), (latent, all)])
+        .flat_map(|(geometry, modifiers)| {
+            let (q, kv, out) = (Dtype::F32, Dtype::F16, Dtype::F32);
+            let variants = Variants::all(&geometry).into_iter();
+            variants.map(move |variants| KernelConfig { geometry, q, kv, out, modifiers, variants })
+        })
+        .flat_map(|config| KernelId::ALL.map(|kernel| Variant::new(kernel, config)))
+        .collect()
+}
+
+/// What a caller can have beside the rule's choice: the variants that tuning tries, and those that compile quickly.
+fn alternatives() -> Vec<Variant> {
+    let mut all = Vec::new();
+    for (head_dim, v_head_dim) in [(59, 59), (64, 64)] {
+        let geometry = HeadGeometry::with_v_head_dim(6, 2, head_dim, v_head_dim).expect("a legal geometry");
+        let sized = |facts: AdapterFacts| SUBGROUP_SIZES.map(|size| facts.with_subgroups(size));
+        let plain = [AdapterFacts::PLAIN_GPU, AdapterFacts::PLAIN_CPU];
+        for facts in plain.into_iter().chain(plain.into_iter().flat_map(sized)) {
+            let rule = *Variants::candidates(&facts, &geometry).first().expect("there is a base");
+            let quick = Variants::quick(&facts, &geometry);
+            let Alternatives { mut prefill, mut decode } = Alternatives::new(&rule, &facts, &geometry);
+            prefill.push(quick.prefill);
+            decode.push(quick.decode);
+            let prefill = prefill.into_iter().map(|prefill| (KernelId::Prefill, Variants { prefill, ..rule }));
+            let decode = decode.into_iter().map(|decode| (KernelId::Decode, Variants { decode, ..rule }));
+            let (q, kv, out) = (Dtype::F32, Dtype::F32, Dtype::F32);
+            let config = |variants| KernelConfig { geometry, q, kv, out, modifiers: Modifiers::NONE, variants };
+            all.extend(prefill.chain(decode).map(|(kernel, variants)| Variant::new(kernel, config(variants))));
         }
     }
     all

@@ -6,7 +6,9 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use crate::bench::BenchArgs;
 use crate::budget::BudgetArgs;
+use crate::choosing::ChoosingFlags;
 use crate::settings;
+use crate::tune::TuneArgs;
 
 /// Exact attention over a paged KV cache, on any GPU.
 #[derive(Debug, Parser)]
@@ -37,6 +39,8 @@ pub enum Command {
     Bench(BenchArgs),
     /// Count what keys and values take in memory, what pages leave unused, and how many requests fit
     Budget(BudgetArgs),
+    /// Measure the variants of the kernels on an adapter, and write a table for --tuning
+    Tune(TuneArgs),
 }
 
 const ATTEND_ABOUT: &str = "\
@@ -124,6 +128,10 @@ pub struct AttendArgs {
     #[command(flatten)]
     pub paging: PagingFlags,
 
+    /// Which kernels run.
+    #[command(flatten)]
+    pub choosing: ChoosingFlags,
+
     /// Type of the output rows
     #[arg(long, value_name = "TYPE", value_enum, default_value = "f32")]
     pub out_dtype: OutDtype,
@@ -187,6 +195,10 @@ pub struct DoctorArgs {
     /// Look at this adapter only: its index in the list, or a part of its name, backend or driver
     #[arg(long, value_name = "NAME|INDEX")]
     pub adapter: Option<String>,
+
+    /// Which kernels run.
+    #[command(flatten)]
+    pub choosing: ChoosingFlags,
 }
 
 const DOCTOR_HELP: &str = "\
@@ -194,7 +206,8 @@ Every adapter is opened and runs one small case per kernel, which is compared wi
 compiled and tested is said on standard error. The adapter with index 0 is the one that `attend` uses
 unless told otherwise: a real device before a software renderer, among equals Vulkan, Metal and DX12
 before OpenGL. A software renderer behind OpenGL is tested only if it is the only one or --adapter
-names it: its compiler takes minutes.
+names it: its compiler takes minutes. With --tuning the table's entries are tested too, on the adapter
+that it was made on.
 WGPU_BACKEND (vulkan, metal, dx12, gl) narrows the list.
 
 Exit status: 0 if an adapter passes every test, 3 if none does.";

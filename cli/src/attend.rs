@@ -7,6 +7,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use paged_attention::{Case, Computed, Dtype, KvSource, Output, PageSize, RunError, RunOptions, verify};
 
 use crate::args::AttendArgs;
+use crate::choosing::Choosing;
 use crate::device;
 use crate::error::InputError;
 use crate::report::{self, AdapterName, CaseResult, Measured, Summary};
@@ -34,8 +35,8 @@ pub fn run(args: &AttendArgs) -> u8 {
     let several = args.cases.len() > 1 || args.cases.iter().any(|argument| argument.is_dir());
     match prepare(args, several) {
         Err(status) => status,
-        Ok((ready, failed)) => {
-            let results = if ready.is_empty() { Ok(failed) } else { run_ready(args, ready, failed) };
+        Ok((ready, failed, choosing)) => {
+            let results = if ready.is_empty() { Ok(failed) } else { run_ready(args, choosing, ready, failed) };
             match results {
                 Err(status) => status,
                 Ok(mut results) => {
@@ -50,11 +51,12 @@ pub fn run(args: &AttendArgs) -> u8 {
 type Indexed = Vec<(usize, CaseResult)>;
 
 /// All checks of inputs, flags and output places. Nothing here touches a GPU.
-fn prepare(args: &AttendArgs, several: bool) -> Result<(Vec<Ready>, Indexed), u8> {
-    if let Err(error) = settings::check_flags(&args.paging) {
+fn prepare(args: &AttendArgs, several: bool) -> Result<(Vec<Ready>, Indexed, Choosing), u8> {
+    let flags = settings::check_flags(&args.paging).and_then(|()| Choosing::load(&args.choosing));
+    let choosing = flags.map_err(|error| {
         complain(&error);
-        return Err(report::UNUSABLE);
-    }
+        report::UNUSABLE
+    })?;
     let (files, bad) = inputs::collect(&args.cases);
     let mut failed: Indexed = bad.iter().map(|(path, error)| (files.len(), unusable(path, error))).collect();
     let mut ready = Vec::new();
@@ -93,14 +95,14 @@ fn prepare(args: &AttendArgs, several: bool) -> Result<(Vec<Ready>, Indexed), u8
             case.place = places.get(case.index).cloned();
         }
     }
-    Ok((ready, failed))
+    Ok((ready, failed, choosing))
 }
 
 /// Opens the adapter and runs what is ready.
-fn run_ready(args: &AttendArgs, ready: Vec<Ready>, mut results: Indexed) -> Result<Indexed, u8> {
-    let mut device = device::open(args.adapter.as_deref()).map_err(|error| {
+fn run_ready(args: &AttendArgs, choosing: Choosing, ready: Vec<Ready>, mut results: Indexed) -> Result<Indexed, u8> {
+    let mut device = device::open(args.adapter.as_deref(), choosing).map_err(|(status, error)| {
         complain(&error);
-        report::NO_DEVICE
+        status
     })?;
     let progress = bar("running", ready.len());
     for case in ready {
@@ -259,7 +261,7 @@ fn warn(path: &Path, unknown: &[String]) {
 }
 
 /// Progress on standard error, if that is a terminal; short work is over before it is drawn.
-fn bar(what: &'static str, count: usize) -> ProgressBar {
+pub fn bar(what: &'static str, count: usize) -> ProgressBar {
     let progress = ProgressBar::new(count as u64);
     if let Ok(style) = ProgressStyle::with_template("{spinner} {prefix} {pos}/{len} {elapsed} {wide_msg}") {
         progress.set_style(style);
@@ -286,7 +288,8 @@ mod tests {
         let Command::Attend(args) = Cli::parse_from(["paged-attention", "attend", "case"]).command else {
             panic!("another command");
         };
-        let mut device = device::open(None).unwrap_or_else(|error| panic!("this test needs an adapter: {error}"));
+        let mut device = device::open(None, Choosing::BY_RULE)
+            .unwrap_or_else(|(_, error)| panic!("this test needs an adapter: {error}"));
         let folder = tempfile::tempdir().unwrap();
         for (found, spoken) in [(0.75, "is 7.5e-1"), (f32::NAN, "is NaN"), (f32::INFINITY, "is inf")] {
             let place = folder.path().join("out.safetensors");

@@ -2,14 +2,15 @@
 
 use std::fmt::Write;
 
-use paged_attention::adapter;
+use paged_attention::{Tuning, TuningEntry, adapter};
 use serde::Serialize;
 
 use crate::args::DoctorArgs;
 use crate::attend::{complain, print, printed, write_out};
+use crate::choosing::{Choosing, Chosen};
 use crate::device::Device;
 use crate::report::{self, AdapterName};
-use crate::selftest::{self, SteppedDown, Verdict};
+use crate::selftest::{self, Verdict};
 
 /// One adapter and how it did.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -32,6 +33,27 @@ struct Examined {
     /// Why no kernel ran.
     error: Option<String>,
     kernels: Vec<Verdict>,
+    /// What became of the tuning table; null without one.
+    tuning: Option<TableUse>,
+}
+
+/// A tuning table on an adapter.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+struct TableUse {
+    /// Why the table is not used, and the rule is.
+    refused: Option<String>,
+    entries: Vec<EntryUse>,
+}
+
+/// An entry of the table.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+struct EntryUse {
+    /// Such as `group=1 head_dim=64 v_head_dim=64 q=f32 kv=f32 out=f32`.
+    shape: String,
+    /// The variants that are used for the shape: the entry's, if they pass the self-test.
+    chosen: Option<Chosen>,
+    /// Why there are none.
+    error: Option<String>,
 }
 
 /// Features that decide between variants of a kernel.
@@ -65,6 +87,13 @@ struct Diagnosis {
 
 /// Runs the subcommand and returns the exit status.
 pub fn run(args: &DoctorArgs) -> u8 {
+    let choosing = match Choosing::load(&args.choosing) {
+        Ok(choosing) => choosing,
+        Err(error) => {
+            complain(&error);
+            return report::UNUSABLE;
+        }
+    };
     let adapters = pollster::block_on(adapter::discover_all());
     let infos: Vec<_> = adapters.iter().map(wgpu::Adapter::get_info).collect();
     let asked_for = args.adapter.is_some();
@@ -79,7 +108,8 @@ pub fn run(args: &DoctorArgs) -> u8 {
     let mut written = Ok(());
     for (index, adapter) in adapters.into_iter().enumerate().filter(|(index, _)| !asked_for || *index == chosen) {
         let skipped = if asked_for { None } else { skipped(&infos, index) };
-        let one = examine(index, adapter, index == chosen, reason(&infos, index, chosen, asked_for), skipped);
+        let reason = reason(&infos, index, chosen, asked_for);
+        let one = examine(index, adapter, index == chosen, reason, skipped, &choosing);
         if !args.json && written.is_ok() {
             written = write_out(&describe(&one));
         }
@@ -134,7 +164,14 @@ fn reason(infos: &[wgpu::AdapterInfo], index: usize, chosen: usize, asked_for: b
     }
 }
 
-fn examine(index: usize, adapter: wgpu::Adapter, chosen: bool, reason: String, skipped: Option<String>) -> Examined {
+fn examine(
+    index: usize,
+    adapter: wgpu::Adapter,
+    chosen: bool,
+    reason: String,
+    skipped: Option<String>,
+    choosing: &Choosing,
+) -> Examined {
     let info = adapter.get_info();
     let (features, limits) = (adapter.features(), adapter.limits());
     let mut examined = Examined {
@@ -162,6 +199,7 @@ fn examine(index: usize, adapter: wgpu::Adapter, chosen: bool, reason: String, s
         skipped,
         error: None,
         kernels: Vec::new(),
+        tuning: None,
     };
     if examined.skipped.is_some() {
         return examined;
@@ -169,15 +207,35 @@ fn examine(index: usize, adapter: wgpu::Adapter, chosen: bool, reason: String, s
     eprintln!("adapter {index}: {}", adapter::describe(&info));
     match Device::new(adapter) {
         Ok(mut device) => {
+            // A table is for one adapter; the others go by the rule.
+            let refused = device.choose_by(choosing.clone()).err().map(|error| error.to_string());
             for test in &selftest::all() {
                 eprintln!("adapter {index}: compiling and testing {}", test.kernel);
                 examined.kernels.push(test.run(&mut device));
             }
             examined.passed = examined.kernels.iter().all(|kernel| kernel.passed);
+            examined.tuning = choosing.tuning().map(|tuning| TableUse {
+                entries: if refused.is_none() { entries(&mut device, tuning) } else { Vec::new() },
+                refused,
+            });
         }
         Err(error) => examined.error = Some(error),
     }
     examined
+}
+
+/// Has every entry of a table tested.
+fn entries(device: &mut Device, tuning: &Tuning) -> Vec<EntryUse> {
+    let entry = |entry: &TuningEntry| {
+        let shape = entry.shape();
+        eprintln!("tuning table: compiling and testing {shape}");
+        let (chosen, error) = match device.choose(&shape.config(entry.variants())) {
+            Ok(choice) => (Some(Chosen::from(&choice)), None),
+            Err(error) => (None, Some(error)),
+        };
+        EntryUse { shape: shape.to_string(), chosen, error }
+    };
+    tuning.entries().iter().map(entry).collect()
 }
 
 /// What to do where the chosen adapter is not the one to use.
@@ -246,11 +304,19 @@ fn describe(examined: &Examined) -> String {
             (None, Some(ratio)) => format!("ok, measured/bound {ratio:.3}"),
             (None, None) => "ok".to_owned(),
         };
-        let compiled =
-            kernel.chosen.as_ref().map_or(String::new(), |chosen| format!("; compiled in {:.0} ms", chosen.compile_ms));
-        line(kernel.kernel, &format!("{verdict}{used}{compiled}"));
-        for SteppedDown { variants, reason } in kernel.chosen.iter().flat_map(|chosen| &chosen.stepped_down) {
-            line("", &format!("not {} and {}, which were preferred: {reason}", variants.prefill, variants.decode));
+        line(kernel.kernel, &format!("{verdict}{used}"));
+        kernel.chosen.iter().flat_map(Chosen::lines).for_each(|chosen| line("", &chosen));
+    }
+    if let Some(TableUse { refused, entries }) = &examined.tuning {
+        if let Some(why) = refused {
+            line("tuning", &format!("by the rule instead: {why}"));
+        }
+        for EntryUse { shape, chosen, error } in entries {
+            line("tuning", shape);
+            if let Some(chosen) = chosen {
+                line("", &chosen.variants.to_string());
+            }
+            chosen.iter().flat_map(Chosen::lines).chain(error.clone()).for_each(|chosen| line("", &chosen));
         }
     }
     text.push('\n');

@@ -104,6 +104,14 @@ pub enum InputError {
         /// What is in the way.
         why: String,
     },
+    /// A tuning table that cannot be used.
+    #[error("--tuning {}: {why}", path.display())]
+    Tuning {
+        /// The file.
+        path: std::path::PathBuf,
+        /// What is in the way.
+        why: String,
+    },
     /// Something that a later version provides.
     #[error("{what} is not supported yet; {instead}")]
     Unsupported {

@@ -6,6 +6,7 @@ mod attend;
 mod bench;
 mod budget;
 mod case_file;
+mod choosing;
 mod device;
 mod doctor;
 mod error;
@@ -18,6 +19,7 @@ mod report;
 mod selftest;
 mod settings;
 mod table;
+mod tune;
 
 use std::process::ExitCode;
 
@@ -31,5 +33,6 @@ fn main() -> ExitCode {
         args::Command::Doctor(args) => doctor::run(args),
         args::Command::Bench(args) => bench::run(args),
         args::Command::Budget(args) => budget::run(args),
+        args::Command::Tune(args) => tune::run(args),
     })
 }

@@ -77,13 +77,7 @@ pub fn plan(out: &Path, inputs: &[PathBuf], into_folder: bool) -> Result<Vec<Pat
         }
         check_collisions(&places, inputs)?;
     } else {
-        if names_a_folder(out) {
-            return Err(OutputError::Kind {
-                out: out.to_owned(),
-                found: "the name of a folder",
-                needed: "the name of a new or an ordinary file",
-            });
-        }
+        check_name(out)?;
         places.extend(inputs.iter().map(|_| out.to_owned()));
     }
     let by_identity: HashMap<Identity, &PathBuf> =
@@ -98,6 +92,21 @@ pub fn plan(out: &Path, inputs: &[PathBuf], into_folder: bool) -> Result<Vec<Pat
         check_writable(out, into_folder)?;
     }
     Ok(places)
+}
+
+/// The same for a single file that no input could be.
+pub fn check_file(out: &Path) -> Result<(), OutputError> {
+    check_name(out)?;
+    check_kind(out)?;
+    check_writable(out, false)
+}
+
+fn check_name(out: &Path) -> Result<(), OutputError> {
+    if names_a_folder(out) {
+        let (found, needed) = ("the name of a folder", "the name of a new or an ordinary file");
+        return Err(OutputError::Kind { out: out.to_owned(), found, needed });
+    }
+    Ok(())
 }
 
 /// Whether a name can only be a folder's, whether there is one or not: it ends in a separator, `.` or `..`.
@@ -210,6 +219,11 @@ pub fn write(place: &Path, case: &Case, output: &Output) -> Result<(), OutputErr
     ];
     let bytes = safetensors::serialize(tensors, None).map_err(format)?;
     replace(place, &bytes).map_err(|error| OutputError::Unwritable { out: place.to_owned(), error })
+}
+
+/// Writes a text beside the place and moves the finished file there.
+pub fn write_text(place: &Path, text: &str) -> Result<(), OutputError> {
+    replace(place, text.as_bytes()).map_err(|error| OutputError::Unwritable { out: place.to_owned(), error })
 }
 
 /// Writes a file whole or not at all; makes its folder if there is none.

@@ -5,6 +5,8 @@ use std::collections::BTreeSet;
 use paged_attention::{Case, CaseExtras, KernelUse, KvSource, Output, PageSize, Report};
 use serde::{Serialize, Serializer};
 
+use crate::choosing::Chosen;
+
 /// Exit status: every element inside the bound.
 pub const PASSED: u8 = 0;
 /// Exit status: an element outside the bound.
@@ -39,7 +41,7 @@ impl AdapterName {
 /// A kernel that ran.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Kernel {
-    /// Such as `prefill-broadcast32-r2k4`.
+    /// Such as `prefill-broadcast32-r2k4l64`.
     pub name: String,
     /// Why it was chosen.
     pub reason: String,
@@ -146,6 +148,8 @@ pub struct Measured {
     #[serde(flatten)]
     pub adapter: AdapterName,
     pub kernel: Vec<Kernel>,
+    /// How the variants were chosen; null where they were named, or nothing was computed.
+    pub choice: Option<Chosen>,
     pub shape: Shape,
     #[serde(serialize_with = "finite_or_name")]
     pub max_abs_error: f64,
@@ -171,6 +175,7 @@ impl Measured {
             passed: report.passed(),
             adapter,
             kernel: output.kernels.iter().map(Kernel::from).collect(),
+            choice: output.choice.as_ref().map(Chosen::from),
             shape,
             max_abs_error: report.max_abs_error,
             max_bound_ratio: report.max_bound_ratio,

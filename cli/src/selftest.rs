@@ -1,11 +1,11 @@
 //! One tiny case per kernel, for `doctor`: enough to see that a driver compiles the kernel and computes with it.
 
-use paged_attention::kernels::Variants;
-use paged_attention::{Choice, RunOptions};
+use paged_attention::RunOptions;
 use paged_attention_cases::{CaseSpec, KvInput, append_page_ids, build, self_tests};
 use serde::Serialize;
 
 use crate::attend;
+use crate::choosing::Chosen;
 use crate::device::Device;
 use crate::report::Kernel;
 
@@ -28,7 +28,7 @@ pub struct Verdict {
     pub kernel: &'static str,
     /// Whether the kernel ran and the result is inside the bound.
     pub passed: bool,
-    /// The variants that were chosen for the case.
+    /// The variants that were chosen for the case; none where they were named.
     pub chosen: Option<Chosen>,
     /// The kernels that ran and why.
     pub ran: Vec<Kernel>,
@@ -36,53 +36,6 @@ pub struct Verdict {
     pub max_bound_ratio: Option<f64>,
     /// What went wrong.
     pub error: Option<String>,
-}
-
-/// A pair of variants.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Pair {
-    /// Such as `prefill-broadcast32-r2k4`.
-    pub prefill: String,
-    /// Such as `decode-exchange32`.
-    pub decode: String,
-}
-
-impl From<&Variants> for Pair {
-    fn from(variants: &Variants) -> Self {
-        Self { prefill: variants.prefill.to_string(), decode: variants.decode.to_string() }
-    }
-}
-
-/// The variants that the library chose, and those that it would have liked better.
-#[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Chosen {
-    #[serde(flatten)]
-    pub variants: Pair,
-    /// Time to compile all kernels of the case.
-    pub compile_ms: f64,
-    /// Variants that come first by the rule, and what was wrong with each.
-    pub stepped_down: Vec<SteppedDown>,
-}
-
-/// Variants that failed.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct SteppedDown {
-    #[serde(flatten)]
-    pub variants: Pair,
-    pub reason: String,
-}
-
-impl From<&Choice> for Chosen {
-    fn from(choice: &Choice) -> Self {
-        let stepped_down = choice.stepped_down.iter();
-        Self {
-            variants: Pair::from(&choice.variants),
-            compile_ms: choice.compile_ms,
-            stepped_down: stepped_down
-                .map(|(variants, reason)| SteppedDown { variants: Pair::from(variants), reason: reason.clone() })
-                .collect(),
-        }
-    }
 }
 
 impl SelfTest {
@@ -109,7 +62,7 @@ impl SelfTest {
         let contiguous = matches!(self.spec.kv_input, KvInput::Contiguous(_));
         let page_ids = contiguous.then(|| append_page_ids(&self.spec).map_err(text)).transpose()?;
         let options = RunOptions { page_ids, ..RunOptions::new(page_size) };
-        verdict.chosen = Some(Chosen::from(&device.choose(&case, &options)?));
+        verdict.chosen = device.choose_for(&case, &options)?.as_ref().map(Chosen::from);
         let output = device.run(&case, &options)?;
         verdict.ran = output.kernels.iter().map(Kernel::from).collect();
         let report = attend::judge(&case, &output)?;

@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::fmt::Write;
 
+use crate::choosing::Chosen;
 use crate::report::{AdapterName, CaseResult, Kernel, Measured, Shape, Summary, UNUSABLE};
 
 /// `1 row`, `2 rows`
@@ -109,6 +110,9 @@ pub fn single(result: &CaseResult) -> String {
             if index == 0 { "kernels" } else { "" },
             &format!("{name}, {}: {reason}", counted(*workgroups, "workgroup")),
         );
+    }
+    for (index, chosen) in m.choice.iter().flat_map(Chosen::lines).enumerate() {
+        line(if index == 0 { "choice" } else { "" }, &chosen);
     }
     let shape = &m.shape;
     line("shape", &shape.line());

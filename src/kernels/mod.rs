@@ -1,6 +1,8 @@
 //! Shader sources, their sizes against the device's limits, and compiled pipelines.
 
+mod alternatives;
 mod grid;
+pub(crate) mod names;
 #[cfg(test)]
 mod shader_layout;
 mod source;
@@ -8,6 +10,7 @@ mod template;
 mod tiles;
 mod variant;
 
+use std::fmt;
 use std::sync::Arc;
 
 use thiserror::Error;
@@ -15,7 +18,9 @@ use thiserror::Error;
 use crate::attention::{Bias, Extras};
 use crate::case::AttentionOptions;
 use crate::geometry::{Dtype, HeadGeometry};
+pub use alternatives::Alternatives;
 pub(crate) use grid::fold_grid;
+pub use names::NameError;
 pub(crate) use source::Bindings;
 pub use source::KernelId;
 pub use tiles::{DECODE_ROWS_MAX, LANES, SPLIT_KEYS, Tiles};
@@ -78,27 +83,51 @@ impl Modifiers {
     }
 }
 
+/// What kernels compute, as opposed to how they are built, whatever happens to scores: a choice among variants is made per
+/// shape.
+///
+/// Its text, such as `group=3 head_dim=64 v_head_dim=64 q=f16 kv=f16 out=f32`, can be parsed again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct KernelShape {
+    /// Of one KV head.
+    geometry: HeadGeometry,
+    q: Dtype,
+    kv: Dtype,
+    out: Dtype,
+}
+
+impl KernelShape {
+    /// A configuration of this shape, with one KV head and without modifiers.
+    pub fn config(&self, variants: Variants) -> KernelConfig {
+        let Self { geometry, q, kv, out } = *self;
+        KernelConfig { geometry, q, kv, out, modifiers: Modifiers::NONE, variants }
+    }
+}
+
 /// See [`KernelConfig::pipeline_key`].
-pub type PipelineKey = (u32, u32, u32, bool, [Dtype; 3], Modifiers, Variants);
+pub type PipelineKey = (KernelShape, Modifiers, Variants);
 
 impl KernelConfig {
+    /// The configuration without its variants, and of the head counts their ratio alone.
+    pub fn shape(&self) -> KernelShape {
+        let Self { geometry, q, kv, out, .. } = *self;
+        KernelShape { geometry: geometry.of_one_kv_head(), q, kv, out }
+    }
+
     /// Equal for two configurations exactly if the same pipelines serve both.
     pub fn pipeline_key(&self) -> PipelineKey {
-        let Self { geometry, q, kv, out, modifiers, variants } = *self;
-        (
-            geometry.group(),
-            geometry.head_dim(),
-            geometry.v_head_dim(),
-            geometry.is_latent(),
-            [q, kv, out],
-            modifiers,
-            variants,
-        )
+        (self.shape(), self.modifiers, self.variants)
     }
 
     /// The tile sizes.
     pub fn tiles(&self) -> Tiles {
         Tiles::new(&self.geometry, &self.variants)
+    }
+}
+
+impl fmt::Display for KernelConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}", self.shape(), self.variants)
     }
 }
 
@@ -149,15 +178,15 @@ pub enum BuildError {
         subgroup: u32,
     },
     /// Sizes of a variant that do not go together.
-    #[error("{variants:?} cannot be built: {why}")]
+    #[error("{variants} cannot be built: {needed} is needed")]
     Variants {
         /// The variants.
         variants: Box<Variants>,
-        /// What is wrong.
-        why: &'static str,
+        /// What is needed.
+        needed: &'static str,
     },
     /// Pipelines for another configuration were handed over.
-    #[error("the kernels were built for {found:?}; {needed:?} is needed")]
+    #[error("the kernels were built for {found}; {needed} is needed")]
     OtherConfig {
         /// What the kernels were built for.
         found: Box<KernelConfig>,
@@ -192,12 +221,37 @@ pub struct Kernels {
 
 #[derive(Debug)]
 struct Pipelines {
-    attention_layout: wgpu::BindGroupLayout,
-    append_layout: wgpu::BindGroupLayout,
+    layouts: Layouts,
     prefill: wgpu::ComputePipeline,
     decode: wgpu::ComputePipeline,
     merge: wgpu::ComputePipeline,
     append: wgpu::ComputePipeline,
+}
+
+/// What the kernels' bind groups look like; the same for every configuration, so that any of its pipelines fits.
+#[derive(Debug)]
+pub(crate) struct Layouts {
+    attention: wgpu::BindGroupLayout,
+    append: wgpu::BindGroupLayout,
+}
+
+impl Layouts {
+    fn new(device: &wgpu::Device, modifiers: &Modifiers) -> Self {
+        let mut accesses = vec![Uniform, Read, Read, Write, Write, Write];
+        // Slopes and sinks, the bias, the pages.
+        accesses.resize(Bindings::new(modifiers).kv as usize + 1, Read);
+        Self {
+            attention: layout(device, "attention", &accesses),
+            append: layout(device, "append", &[Uniform, Read, Read, Read, Write, Write]),
+        }
+    }
+
+    fn of(&self, kernel: KernelId) -> &wgpu::BindGroupLayout {
+        match kernel {
+            KernelId::Prefill | KernelId::Decode | KernelId::Merge => &self.attention,
+            KernelId::Append => &self.append,
+        }
+    }
 }
 
 impl Kernels {
@@ -217,32 +271,26 @@ impl Kernels {
         config: &KernelConfig,
         edits: &[SourceEdit],
     ) -> Result<Self, BuildError> {
-        if config.out == Dtype::Bf16 {
-            return Err(BuildError::OutDtype { found: config.out });
-        }
-        config.variants.validate()?;
-        for kernel in KernelId::ALL {
-            let subgroup = kernel.subgroup(config);
-            if subgroup > 0 && !device.features().contains(wgpu::Features::SUBGROUP) {
-                return Err(BuildError::Subgroups { kernel: kernel.entry_point(), subgroup });
-            }
-            check_limits(&device.limits(), kernel, config)?;
-        }
-        let mut accesses = vec![Uniform, Read, Read, Write, Write, Write];
-        // Slopes and sinks, the bias, the pages.
-        accesses.resize(Bindings::new(&config.modifiers).kv as usize + 1, Read);
-        let attention_layout = layout(device, "attention", &accesses);
-        let append_layout = layout(device, "append", &[Uniform, Read, Read, Read, Write, Write]);
-        let compile = async |kernel: KernelId, layout: &wgpu::BindGroupLayout| {
-            pipeline(device, kernel, edited(kernel, config, edits)?, layout).await
+        let make = async |kernel: KernelId, layouts: &Layouts| {
+            pipeline(device, kernel, edited(kernel, config, edits)?, layouts).await
         };
+        Self::assemble(device, config, make).await
+    }
+
+    /// Kernels of pipelines that `make` hands out, once `config` is found to suit the device.
+    pub(crate) async fn assemble<E: From<BuildError>>(
+        device: &wgpu::Device,
+        config: &KernelConfig,
+        mut make: impl AsyncFnMut(KernelId, &Layouts) -> Result<wgpu::ComputePipeline, E>,
+    ) -> Result<Self, E> {
+        check(device, config)?;
+        let layouts = Layouts::new(device, &config.modifiers);
         let inner = Pipelines {
-            prefill: compile(KernelId::Prefill, &attention_layout).await?,
-            decode: compile(KernelId::Decode, &attention_layout).await?,
-            merge: compile(KernelId::Merge, &attention_layout).await?,
-            append: compile(KernelId::Append, &append_layout).await?,
-            attention_layout,
-            append_layout,
+            prefill: make(KernelId::Prefill, &layouts).await?,
+            decode: make(KernelId::Decode, &layouts).await?,
+            merge: make(KernelId::Merge, &layouts).await?,
+            append: make(KernelId::Append, &layouts).await?,
+            layouts,
         };
         Ok(Self { config: *config, inner: Arc::new(inner) })
     }
@@ -253,11 +301,11 @@ impl Kernels {
     }
 
     pub(crate) fn attention_layout(&self) -> &wgpu::BindGroupLayout {
-        &self.inner.attention_layout
+        &self.inner.layouts.attention
     }
 
     pub(crate) fn append_layout(&self) -> &wgpu::BindGroupLayout {
-        &self.inner.append_layout
+        &self.inner.layouts.append
     }
 
     pub(crate) fn pipeline(&self, kernel: KernelId) -> &wgpu::ComputePipeline {
@@ -268,6 +316,22 @@ impl Kernels {
             KernelId::Append => &self.inner.append,
         }
     }
+}
+
+/// Refuses what the device cannot run, before anything is made.
+fn check(device: &wgpu::Device, config: &KernelConfig) -> Result<(), BuildError> {
+    if config.out == Dtype::Bf16 {
+        return Err(BuildError::OutDtype { found: config.out });
+    }
+    config.variants.validate()?;
+    for kernel in KernelId::ALL {
+        let subgroup = kernel.subgroup(config);
+        if subgroup > 0 && !device.features().contains(wgpu::Features::SUBGROUP) {
+            return Err(BuildError::Subgroups { kernel: kernel.entry_point(), subgroup });
+        }
+        check_limits(&device.limits(), kernel, config)?;
+    }
+    Ok(())
 }
 
 /// Checks a kernel's needs against a device's limits; wgpu checks neither workgroup memory nor, for constants
@@ -339,11 +403,12 @@ fn edited(kernel: KernelId, config: &KernelConfig, edits: &[SourceEdit]) -> Resu
     Ok(wgsl)
 }
 
-async fn pipeline(
+/// Compiles one kernel.
+pub(crate) async fn pipeline(
     device: &wgpu::Device,
     kernel: KernelId,
     wgsl: String,
-    layout: &wgpu::BindGroupLayout,
+    layouts: &Layouts,
 ) -> Result<wgpu::ComputePipeline, BuildError> {
     let name = kernel.entry_point();
     // Scopes are of this thread, so they are popped before anything is awaited.
@@ -355,7 +420,7 @@ async fn pipeline(
     });
     let pipeline_layout = device.create_pipeline_layout(&wgpu::PipelineLayoutDescriptor {
         label: Some(name),
-        bind_group_layouts: &[Some(layout)],
+        bind_group_layouts: &[Some(layouts.of(kernel))],
         immediate_size: 0,
     });
     let pipeline = device.create_compute_pipeline(&wgpu::ComputePipelineDescriptor {

@@ -104,18 +104,21 @@ impl KernelId {
     /// [`BuildError::Template`] for a shader file with a broken template.
     pub fn wgsl(self, config: &KernelConfig) -> Result<String, BuildError> {
         let constants = constants(config);
-        let mut text = String::from("// Constants of one configuration; written by the host.\n");
-        for (name, value) in &constants {
-            // Writing to a string cannot fail.
-            let _ = writeln!(text, "const {name} = {value}u;");
-        }
         let lookup = |name: &str| constants.iter().find(|(known, _)| *known == name).map(|(_, value)| *value);
+        let mut files = String::new();
         for file in self.files() {
             let expanded = template::expand(file, &lookup)
                 .map_err(|message| BuildError::Template { kernel: self.entry_point(), message })?;
-            text.push('\n');
-            text.push_str(&expanded);
+            files.push('\n');
+            files.push_str(&expanded);
         }
+        let mut text = String::from("// Constants of one configuration; written by the host.\n");
+        // Only what is mentioned: kernels that do not depend on a variant have the same text with every one.
+        for (name, value) in constants.iter().filter(|(name, _)| files.contains(name)) {
+            // Writing to a string cannot fail.
+            let _ = writeln!(text, "const {name} = {value}u;");
+        }
+        text.push_str(&files);
         Ok(text)
     }
 }

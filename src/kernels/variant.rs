@@ -1,12 +1,13 @@
 //! Variants of the kernels, and the rule that chooses among them.
 
-use std::fmt;
-
 use super::BuildError;
 use crate::geometry::{HeadGeometry, padded_dim};
 
 /// Subgroup sizes that there are variants for.
 pub const SUBGROUP_SIZES: [u32; 5] = [4, 8, 16, 32, 64];
+
+/// As `split_keys`: no sequence is so long that its keys are split.
+pub(super) const UNSPLIT: u32 = 1 << 31;
 
 /// In which order work items of unequal size are dispatched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -52,7 +53,35 @@ pub enum DecodeVariant {
     },
 }
 
+impl PrefillVariant {
+    /// What is wrong with the sizes.
+    pub(super) fn check(&self) -> Result<(), &'static str> {
+        let Self { subgroup, lanes, rows_per_lane, step_keys, split_keys, .. } = *self;
+        if subgroup != 0 && !SUBGROUP_SIZES.contains(&subgroup) {
+            Err("a subgroup size of 4, 8, 16, 32 or 64, or none (0)")
+        } else if lanes == 0 || !lanes.is_multiple_of(subgroup.max(1)) {
+            Err("a number of lanes from 1 that is a multiple of the subgroup size")
+        } else if !(1..=16).contains(&rows_per_lane) || ![1, 2, 4, 8, 16].contains(&step_keys) {
+            // Stretches that a mask leaves begin at multiples of 32 keys, and so at a step.
+            Err("1 to 16 rows per lane, and a power of two up to 16 for the keys per step")
+        } else if split_keys == 0 || !split_keys.is_multiple_of(step_keys) {
+            Err("a number of keys per split that is a multiple of the keys per step")
+        } else {
+            Ok(())
+        }
+    }
+}
+
 impl DecodeVariant {
+    /// What is wrong with the sizes.
+    pub(super) fn check(self) -> Result<(), &'static str> {
+        match self {
+            Self::Workgroup => Ok(()),
+            Self::Streams { subgroup } | Self::Exchange { subgroup } if SUBGROUP_SIZES.contains(&subgroup) => Ok(()),
+            Self::Streams { .. } | Self::Exchange { .. } => Err("a subgroup size of 4, 8, 16, 32 or 64"),
+        }
+    }
+
     /// The subgroup size, 0 without.
     pub fn subgroup(self) -> u32 {
         match self {
@@ -134,30 +163,27 @@ impl Variants {
 
     /// Checks sizes that a caller has chosen.
     pub(super) fn validate(&self) -> Result<(), BuildError> {
-        let refuse = |why| Err(BuildError::Variants { variants: Box::new(*self), why });
-        let PrefillVariant { subgroup, lanes, rows_per_lane, step_keys, split_keys, .. } = self.prefill;
-        if [subgroup, self.decode.subgroup()].iter().any(|size| *size != 0 && !SUBGROUP_SIZES.contains(size)) {
-            return refuse("subgroups have 4, 8, 16, 32 or 64 lanes, or are not used: 0");
-        }
-        if self.decode != DecodeVariant::Workgroup && self.decode.subgroup() == 0 {
-            return refuse("this decode variant needs a subgroup size");
-        }
-        if lanes == 0 || !lanes.is_multiple_of(subgroup.max(1)) {
-            return refuse("prefill lanes are at least 1, and a multiple of the subgroup size");
-        }
-        // Stretches that a mask leaves begin at multiples of 32 keys, and so at a step.
-        if !(1..=16).contains(&rows_per_lane) || ![1, 2, 4, 8, 16].contains(&step_keys) {
-            return refuse("rows per lane are 1 to 16, and keys per step a power of two up to 16");
-        }
-        if split_keys == 0 || !split_keys.is_multiple_of(step_keys) {
-            return refuse("keys per split are a multiple of the keys per step");
-        }
-        Ok(())
+        let checked = self.prefill.check().and_then(|()| self.decode.check());
+        checked.map_err(|needed| BuildError::Variants { variants: Box::new(*self), needed })
     }
 
     /// The variants that need no device feature.
     pub fn base(facts: &AdapterFacts, geometry: &HeadGeometry) -> Self {
         Self { prefill: prefill(facts, geometry, 0), decode: DecodeVariant::Workgroup }
+    }
+
+    /// The variants to take where compile time counts for more than speed: a prefill of one row per lane and two keys per
+    /// step, and a decode whose lanes hold little of a query.
+    pub fn quick(facts: &AdapterFacts, geometry: &HeadGeometry) -> Self {
+        let rule = Self::candidates(facts, geometry);
+        let Self { prefill, decode } = rule.first().copied().unwrap_or(Self::base(facts, geometry));
+        let decode = match decode {
+            DecodeVariant::Workgroup => DecodeVariant::Workgroup,
+            DecodeVariant::Streams { subgroup } | DecodeVariant::Exchange { subgroup } => {
+                DecodeVariant::Exchange { subgroup }
+            }
+        };
+        Self { prefill: PrefillVariant { rows_per_lane: 1, step_keys: 2, ..prefill }, decode }
     }
 
     fn with_subgroups(facts: &AdapterFacts, geometry: &HeadGeometry, subgroup: u32) -> Self {
@@ -200,28 +226,8 @@ fn prefill(facts: &AdapterFacts, geometry: &HeadGeometry, subgroup: u32) -> Pref
             lanes: 64,
             rows_per_lane,
             step_keys: 4,
-            split_keys: 1 << 31,
+            split_keys: UNSPLIT,
             order: ItemOrder::LargeFirst,
-        }
-    }
-}
-
-impl fmt::Display for PrefillVariant {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { subgroup, rows_per_lane, step_keys, .. } = self;
-        match subgroup {
-            0 => write!(f, "prefill-uniform-r{rows_per_lane}k{step_keys}"),
-            _ => write!(f, "prefill-broadcast{subgroup}-r{rows_per_lane}k{step_keys}"),
-        }
-    }
-}
-
-impl fmt::Display for DecodeVariant {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Workgroup => write!(f, "decode-workgroup"),
-            Self::Streams { subgroup } => write!(f, "decode-streams{subgroup}"),
-            Self::Exchange { subgroup } => write!(f, "decode-exchange{subgroup}"),
         }
     }
 }

@@ -251,8 +251,8 @@ impl AppendCall {
         }
     }
 
-    /// See `Call::of_every_kernel`.
-    pub(crate) fn of_every_kernel(mut self) -> Self {
+    /// See `Call::of_one_workgroup`.
+    pub(crate) fn of_one_workgroup(mut self) -> Self {
         self.dispatch = Some(Dispatch { kernel: KernelId::Append, grid: [1, 1, 1] });
         self
     }

@@ -1,7 +1,10 @@
 //! The convenience layer: host tensors in, host tensors out. It submits and waits, and says so.
 
+mod choice;
 mod host;
+mod pipelines;
 mod timestamps;
+mod tune;
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -9,19 +12,23 @@ use std::time::Instant;
 
 use thiserror::Error;
 
+pub use self::choice::{Choice, ChosenBy, Preference};
 use self::host::{PageTable, padded, paged_bytes, unpadded};
+pub use self::pipelines::CompileTimes;
+use self::pipelines::Pipelines;
 use self::timestamps::{Queries, elapsed_ms};
+pub use self::tune::{TUNE_BUDGET, Tuned};
 use crate::attention::{Attention, AttentionConfig, AttentionIo, Bias, BindError, Extras, Workspace, modifiers};
 use crate::batch::Batch;
 use crate::case::{Case, CaseError, CaseExtras, KvSource};
 use crate::chains::Chains;
 use crate::geometry::{Dtype, PageSize, padded_dim};
 use crate::kernels::{
-    AdapterFacts, BuildError, DECODE_ROWS_MAX, KernelConfig, KernelId, Kernels, PipelineKey, SPLIT_KEYS, Variants,
+    AdapterFacts, BuildError, DECODE_ROWS_MAX, KernelConfig, KernelId, KernelShape, Modifiers, SPLIT_KEYS, Variants,
 };
 use crate::kv::{Append, AppendError, AppendPlan, AppendSource, KvLayout, LayoutError};
 use crate::plan::{DevicePlan, PlanError, UploadError};
-use crate::selftest::{SelfTestError, self_test};
+use crate::selftest::SelfTestError;
 use crate::status::{STATUS_BYTES, Status, StatusError};
 
 /// A run that did not happen or did not finish. Nothing of it is kept.
@@ -197,24 +204,14 @@ pub struct Output {
     pub chains: Vec<Chains>,
     /// The kernels that ran.
     pub kernels: Vec<KernelUse>,
+    /// How their variants were chosen; `None` where the options named them, or nothing was to be computed.
+    pub choice: Option<Choice>,
     /// Time on the GPU, where the adapter has timestamps.
     pub gpu_ms: Option<f64>,
     /// Time from the submission to the last byte read back; uploads and pipelines are not included.
     pub wall_ms: f64,
     /// Bytes of split-KV partial states.
     pub workspace_bytes: u64,
-}
-
-/// Which variants were chosen for a configuration, and why not the ones preferred to them.
-#[derive(Clone, Debug, PartialEq)]
-#[non_exhaustive]
-pub struct Choice {
-    /// The variants that passed the self-test.
-    pub variants: Variants,
-    /// Variants that the rule prefers, and what was wrong with each.
-    pub stepped_down: Vec<(Variants, String)>,
-    /// Time to compile the chosen kernels, their first dispatch included.
-    pub compile_ms: f64,
 }
 
 /// Owns a device and the pipelines made on it, and runs cases.
@@ -224,8 +221,9 @@ pub struct Runner {
     device: wgpu::Device,
     queue: wgpu::Queue,
     facts: AdapterFacts,
-    kernels: HashMap<PipelineKey, Kernels>,
-    choices: HashMap<PipelineKey, Choice>,
+    pipelines: Pipelines,
+    preference: Preference,
+    choices: HashMap<(KernelShape, Modifiers), Choice>,
     /// The first error that no scope caught, or the reason why the device was lost.
     failure: Arc<Mutex<Option<String>>>,
 }
@@ -273,7 +271,8 @@ impl Runner {
         });
         let info = adapter.get_info();
         let facts = AdapterFacts::new(&info, &device);
-        Ok(Self { info, device, queue, facts, kernels: HashMap::new(), choices: HashMap::new(), failure })
+        let (pipelines, preference, choices) = (Pipelines::default(), Preference::default(), HashMap::new());
+        Ok(Self { info, device, queue, facts, pipelines, preference, choices, failure })
     }
 
     /// The adapter that the device was opened on.
@@ -291,96 +290,6 @@ impl Runner {
         &self.queue
     }
 
-    /// The kernels for a configuration, compiled and dispatched once. Blocks.
-    ///
-    /// # Errors
-    /// [`RunError::Build`], or that the device failed.
-    pub fn kernels(&mut self, config: &KernelConfig) -> Result<Kernels, RunError> {
-        if let Some(kernels) = self.kernels.get(&config.pipeline_key()) {
-            return Ok(kernels.clone());
-        }
-        let kernels = pollster::block_on(Kernels::new(&self.device, config))?;
-        self.warm_up(&kernels)?;
-        self.kernels.insert(config.pipeline_key(), kernels.clone());
-        Ok(kernels)
-    }
-
-    /// Chooses among the variants for `config` (whose own are not looked at): the first that the rule prefers
-    /// ([`Variants::candidates`]) and that computes a small case right, by the float64 reference and the error bound.
-    /// Compiles and runs what it tries, once per configuration. Blocks.
-    ///
-    /// # Errors
-    /// Of the last candidate, which needs no device feature.
-    pub fn choose(&mut self, config: &KernelConfig) -> Result<Choice, RunError> {
-        let base = Variants::base(&self.facts, &config.geometry);
-        let key = KernelConfig { variants: base, ..*config }.pipeline_key();
-        if let Some(choice) = self.choices.get(&key) {
-            return Ok(choice.clone());
-        }
-        let mut stepped_down = Vec::new();
-        for variants in Variants::candidates(&self.facts, &config.geometry) {
-            let started = Instant::now();
-            let tried = self.kernels(&KernelConfig { variants, ..*config }).and_then(|kernels| {
-                let compile_ms = started.elapsed().as_secs_f64() * 1e3;
-                self_test(self, kernels.config())?;
-                Ok(compile_ms)
-            });
-            match tried {
-                Ok(compile_ms) => {
-                    let choice = Choice { variants, stepped_down, compile_ms };
-                    self.choices.insert(key, choice.clone());
-                    return Ok(choice);
-                }
-                Err(error) if variants == base => return Err(error),
-                Err(error) => stepped_down.push((variants, error.to_string())),
-            }
-        }
-        // The candidates end with the base.
-        Err(RunError::Failed("there are no variants".into()))
-    }
-
-    /// Dispatches every kernel once with nothing to do, since some drivers compile at the first dispatch: the time
-    /// that a run reports is then its own.
-    fn warm_up(&self, kernels: &Kernels) -> Result<(), RunError> {
-        let device = &self.device;
-        let KernelConfig { geometry, q, kv, out, modifiers, .. } = *kernels.config();
-        let layout = KvLayout::new(geometry, kv, PageSize::ONE, 0)?;
-        let (options, extras) = modifiers.example(&geometry);
-        let attention = Attention::with_kernels(kernels.clone(), &AttentionConfig { q, out, layout, options, extras })?;
-        let batch = Batch { q_indptr: &[0], page_indptr: &[0], page_ids: &[], kv_len: &[] };
-        let workspace = Workspace::new(device, 0)?;
-        let head_bytes = 8 * u64::from(geometry.q_heads());
-        let buffers =
-            [0, 0, 0, 0, head_bytes, 0].map(|bytes| self.buffer("warm-up", bytes, wgpu::BufferUsages::STORAGE));
-        let [a, b, c, d, e, f] = buffers;
-        let (a, b, c, d, e, f) = (a?, b?, c?, d?, e?, f?);
-        let [q, kv, out, lse, heads, bias] = [&a, &b, &c, &d, &e, &f].map(wgpu::Buffer::as_entire_buffer_binding);
-        let heads = (modifiers.alibi || modifiers.sinks).then_some(heads);
-        let bias = modifiers.bias.map(|_| bias);
-        let source = AppendSource { k: q.clone(), v: q.clone(), kv: kv.clone() };
-        let append = Append::upload(device, &AppendPlan::new(&layout, &batch)?)?;
-        let append = append.bind(device, kernels, source, &workspace)?.of_every_kernel();
-        let plan = if modifiers.mask { attention.plan_masked(&batch, &[])? } else { attention.plan(&batch)? };
-        let plan = DevicePlan::upload(device, &plan)?;
-        let io = AttentionIo { q, kv, out, lse, heads, bias };
-        let call = attention.bind(device, &plan, io, &workspace)?.of_every_kernel();
-        let mut encoder = device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
-        {
-            let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
-            append.encode(&mut pass);
-            attention.encode(&mut pass, &call);
-        }
-        self.queue.submit([encoder.finish()]);
-        self.device.poll(wgpu::PollType::wait_indefinitely()).map_err(|error| RunError::Failed(error.to_string()))?;
-        Ok(())
-    }
-
-    /// Puts kernels in the place of those that would be compiled, so that a test can run changed ones.
-    #[doc(hidden)]
-    pub fn insert_kernels(&mut self, kernels: Kernels) {
-        self.kernels.insert(kernels.config().pipeline_key(), kernels);
-    }
-
     /// Runs one case: writes its keys and values into pages (contiguous input through the append kernel),
     /// attends, and reads the result back. Submits and blocks.
     ///
@@ -396,12 +305,14 @@ impl Runner {
             options: *case.options(),
             extras: extras(case),
         };
-        let variants = match options.variants {
-            Some(variants) => variants,
+        let base = Variants::base(&self.facts, &geometry);
+        let choice = match options.variants {
+            Some(_) => None,
             // Nothing is computed, so there is nothing to choose by.
-            None if case.q_indptr().last().is_none_or(|rows| *rows == 0) => Variants::base(&self.facts, &geometry),
-            None => self.choose(&config.kernels(Variants::base(&self.facts, &geometry)))?.variants,
+            None if case.q_indptr().last().is_none_or(|rows| *rows == 0) => None,
+            None => Some(self.choose(&config.kernels(base))?),
         };
+        let variants = options.variants.or(choice.as_ref().map(|choice| choice.variants)).unwrap_or(base);
         let kernels = self.kernels(&config.kernels(variants))?;
         let attention = Attention::with_kernels(kernels, &config)?;
         let batch = table.batch(case);
@@ -410,24 +321,15 @@ impl Runner {
             None => attention.plan(&batch)?,
         };
 
-        // Scopes are of this thread and nothing is awaited inside them.
-        let memory = self.device.push_error_scope(wgpu::ErrorFilter::OutOfMemory);
-        let validation = self.device.push_error_scope(wgpu::ErrorFilter::Validation);
-        let submitted = self.submit(case, &table, &attention, &plan);
-        let (validation, memory) = (validation.pop(), memory.pop());
-        if let Some(error) = pollster::block_on(memory).or(pollster::block_on(validation)) {
-            return Err(RunError::Failed(error.to_string()));
-        }
-        let Submitted { readback, timestamps, ends, append_groups, workgroups, started } = submitted?;
+        let submitted = self.scoped(|| self.submit(case, &table, &attention, &plan))?;
+        let Submitted { readback, timestamps, ends, append_groups, workgroups, started } = submitted;
         let bytes = self.read(&readback)?;
         let wall_ms = started.elapsed().as_secs_f64() * 1e3;
         let gpu_ms = match timestamps {
             Some(buffer) => elapsed_ms(&self.read(&buffer)?, self.queue.get_timestamp_period()),
             None => None,
         };
-        if let Some(message) = self.failure.lock().unwrap_or_else(PoisonError::into_inner).clone() {
-            return Err(RunError::Failed(message));
-        }
+        self.check_failure()?;
         let part = |from: u64, to: u64| bytes.get(from as usize..to as usize).unwrap_or_default();
         let [out_end, lse_end, status_end] = ends;
         let mut status = part(lse_end, status_end).chunks_exact(4).filter_map(|word| word.try_into().ok());
@@ -447,10 +349,31 @@ impl Runner {
                 .chain(plan.workgroups())
                 .filter_map(|(kernel, workgroups)| kernel_use(&variants, kernel, workgroups))
                 .collect(),
+            choice,
             gpu_ms,
             wall_ms,
             workspace_bytes: plan.workspace_bytes(),
         })
+    }
+
+    /// Whether the device was lost, or has had an error that no scope caught: from then on there are no results.
+    fn check_failure(&self) -> Result<(), RunError> {
+        let failure = self.failure.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        failure.map_or(Ok(()), |message| Err(RunError::Failed(message)))
+    }
+
+    /// Does `work` with error scopes of its own: what the device finds wrong with it is this call's error, and no
+    /// later one's.
+    fn scoped<T>(&self, work: impl FnOnce() -> Result<T, RunError>) -> Result<T, RunError> {
+        use wgpu::ErrorFilter::{Internal, OutOfMemory, Validation};
+        // Scopes are of this thread, and nothing is awaited inside them.
+        let [a, b, c] = [OutOfMemory, Validation, Internal].map(|filter| self.device.push_error_scope(filter));
+        let result = work();
+        let (c, b, a) = (c.pop(), b.pop(), a.pop());
+        match pollster::block_on(a).or(pollster::block_on(b)).or(pollster::block_on(c)) {
+            Some(error) => Err(RunError::Failed(error.to_string())),
+            None => result,
+        }
     }
 
     fn submit(

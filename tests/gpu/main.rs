@@ -15,3 +15,4 @@ mod faults;
 mod options;
 mod random;
 mod real;
+mod tuning;

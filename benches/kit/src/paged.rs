@@ -3,7 +3,7 @@
 use paged_attention::kernels::{AdapterFacts, KernelId, Variants};
 use paged_attention::{
     Append, AppendPlan, AppendSource, Attention, AttentionConfig, AttentionIo, AttentionOptions, Batch, Call,
-    CaseError, DevicePlan, Dtype, Extras, HeadGeometry, KvLayout, PageSize, Status, Workspace,
+    CaseError, Choice, DevicePlan, Dtype, Extras, HeadGeometry, KvLayout, PageSize, Status, Workspace,
 };
 
 use crate::error::BenchError;
@@ -25,8 +25,10 @@ pub enum Paging {
 pub enum Selection {
     /// Those that need no device feature.
     Base,
-    /// Those that the rule prefers and that pass the self-test.
+    /// Those that the runner chooses.
     Chosen,
+    /// These, untested but for the result.
+    These(Variants),
 }
 
 /// A call that is ready to be recorded.
@@ -36,12 +38,14 @@ pub struct Paged {
     call: Call,
     /// `[total_q, q_heads, v_head_dim]`, f32.
     pub out: wgpu::Buffer,
-    /// The kernels that it dispatches, as `prefill-broadcast8-r4k2` or `decode-streams8+merge`.
+    /// The kernels that it dispatches, as `prefill-broadcast8-r4k2l16` or `decode-streams8+merge`.
     pub kernel: String,
     /// Milliseconds that the kernels took to compile and run once, whichever shape had them made.
     pub compile_ms: f64,
-    /// Variants that the rule prefers, and why they were not taken.
+    /// Variants that were preferred, and why they were not taken.
     pub stepped_down: Vec<String>,
+    /// How the runner chose, where it did.
+    pub choice: Option<Choice>,
 }
 
 impl Paged {
@@ -82,18 +86,20 @@ impl Paged {
         let config = AttentionConfig { q: dtype, out: Dtype::F32, layout, options, extras: Extras::NONE };
         let base = Variants::base(&AdapterFacts::new(gpu.runner.adapter_info(), gpu.runner.device()), &geometry);
         let started = std::time::Instant::now();
-        let (variants, stepped_down, compile_ms) = match selection {
-            Selection::Base => (base, Vec::new(), None),
-            Selection::Chosen => {
-                let choice = gpu.runner.choose(&config.kernels(base)).map_err(run)?;
-                let refused = choice.stepped_down.iter();
-                let refused =
-                    refused.map(|(variants, why)| format!("{}, {}: {why}", variants.prefill, variants.decode));
-                (choice.variants, refused.collect(), Some(choice.compile_ms))
-            }
+        let choice = match selection {
+            Selection::Base | Selection::These(_) => None,
+            Selection::Chosen => Some(gpu.runner.choose(&config.kernels(base)).map_err(run)?),
+        };
+        let variants = match (selection, &choice) {
+            (Selection::These(variants), _) => variants,
+            (_, Some(choice)) => choice.variants,
+            (_, None) => base,
         };
         let kernels = gpu.runner.kernels(&config.kernels(variants)).map_err(run)?;
-        let compile_ms = compile_ms.unwrap_or_else(|| 1e3 * started.elapsed().as_secs_f64());
+        let measured_ms = 1e3 * started.elapsed().as_secs_f64();
+        let compile_ms = choice.as_ref().map_or(measured_ms, |choice| choice.compile.total_ms());
+        let refused = choice.iter().flat_map(|choice| &choice.stepped_down);
+        let stepped_down = refused.map(|(variants, why)| format!("{variants}: {why}")).collect();
         let attention = Attention::with_kernels(kernels, &config).map_err(of_shape(&problem.name))?;
         let plan = attention.plan(&batch).map_err(of_shape(&problem.name))?;
         let kernel = plan
@@ -138,7 +144,7 @@ impl Paged {
         let device_plan = DevicePlan::upload(device, &plan).map_err(of_shape(&problem.name))?;
         let call = attention.bind(device, &device_plan, io, &workspace).map_err(of_shape(&problem.name))?;
 
-        let paged = Self { attention, call, out, kernel, compile_ms, stepped_down };
+        let paged = Self { attention, call, out, kernel, compile_ms, stepped_down, choice };
         let mut encoder = device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
         append.encode(&mut encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default()));
         paged.encode(&mut encoder);

@@ -1,5 +1,7 @@
 //! Paired rounds over shapes, baseline and limits.
 
+use paged_attention::Choice;
+
 use crate::error::BenchError;
 use crate::gpu::{Gpu, best, median};
 use crate::limits::{FmaRate, Latency, ReadRate};
@@ -63,8 +65,10 @@ pub struct Measured {
     pub kernel: String,
     /// Milliseconds that they took to compile, whichever shape had them made.
     pub compile_ms: f64,
-    /// Variants that the rule prefers, and why they were not taken.
+    /// Variants that were preferred, and why they were not taken.
     pub stepped_down: Vec<String>,
+    /// How the runner chose, where it did.
+    pub choice: Option<Choice>,
     /// Largest distance from float64: paged, contiguous, and unfused where it ran.
     pub errors: Vec<(&'static str, f64)>,
     /// Output rows that were compared, and that there are.
@@ -280,6 +284,7 @@ fn prepare(gpu: &mut Gpu, problem: Problem, options: &Options) -> Result<Timed, 
         kernel: paged.kernel.clone(),
         compile_ms: paged.compile_ms,
         stepped_down: paged.stepped_down.clone(),
+        choice: paged.choice.clone(),
         errors,
         coverage: reference.coverage(),
         no_unfused,
@@ -310,6 +315,7 @@ mod tests {
             kernel: String::new(),
             compile_ms: 0.0,
             stepped_down: Vec::new(),
+            choice: None,
             errors: Vec::new(),
             coverage: (2, 2),
             no_unfused: None,

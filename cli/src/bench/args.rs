@@ -7,6 +7,7 @@ use paged_attention::Dtype;
 use paged_attention_bench_kit::{Options, Selection};
 
 use super::shape::{self, Shapes};
+use crate::choosing::{ChoosingFlags, Which};
 
 const ABOUT: &str = "\
 Measure the kernels against the adapter's own limits and an unfused baseline.
@@ -58,10 +59,6 @@ pub struct BenchArgs {
     #[arg(long, value_name = "NAME|INDEX")]
     pub adapter: Option<String>,
 
-    /// Kernels: those that the rule chooses and the self-test passes, or the base ones, which need no device feature
-    #[arg(long, value_name = "WHICH", value_enum, default_value = "chosen")]
-    pub variants: Which,
-
     /// Three short rounds instead of seven: to see that everything runs, not to quote
     #[arg(long)]
     pub quick: bool,
@@ -73,6 +70,10 @@ pub struct BenchArgs {
     /// Draw the shares of the limits as SVG
     #[arg(long, value_name = "FILE.svg")]
     pub plot: Option<PathBuf>,
+
+    /// Which kernels run.
+    #[command(flatten)]
+    pub choosing: ChoosingFlags,
 }
 
 impl BenchArgs {
@@ -88,9 +89,10 @@ impl BenchArgs {
 
     /// How to measure.
     pub fn options(&self) -> Options {
-        let selection = match self.variants {
+        let selection = match self.choosing.variants {
             Which::Base => Selection::Base,
-            Which::Chosen => Selection::Chosen,
+            Which::Chosen | Which::Quick => Selection::Chosen,
+            Which::Named(variants) => Selection::These(variants),
         };
         Options { selection, ..if self.quick { Options::QUICK } else { Options::FULL } }
     }
@@ -112,15 +114,6 @@ impl From<BenchDtype> for Dtype {
             BenchDtype::F16 => Self::F16,
         }
     }
-}
-
-/// `--variants`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Which {
-    /// Without subgroups or any other device feature
-    Base,
-    /// The rule's choice for this adapter
-    Chosen,
 }
 
 #[cfg(test)]
@@ -147,7 +140,7 @@ mod tests {
     fn defaults() {
         let args = parsed(&[]).unwrap();
         assert_eq!(names(&args), NAMES);
-        assert_eq!((args.dtype, args.variants), (BenchDtype::F32, Which::Chosen));
+        assert_eq!((args.dtype, args.choosing.variants), (BenchDtype::F32, Which::Chosen));
         assert!(args.options().rounds >= 7 && args.options().rounds % 2 == 1);
         assert!(!args.json && args.plot.is_none() && args.adapter.is_none());
     }
@@ -160,6 +153,9 @@ mod tests {
         assert!(args.options().rounds < 7);
         let args = parsed(&["--dtype", "f16", "--variants", "base", "--json", "--plot", "x.svg"]).unwrap();
         assert_eq!((args.dtype, args.options().selection), (BenchDtype::F16, Selection::Base));
+        let names = "prefill-uniform-r1k4l64+decode-workgroup";
+        let args = parsed(&["--variants", names]).unwrap();
+        assert_eq!(args.options().selection, Selection::These(names.parse().unwrap()));
         for refused in [["--dtype", "bf16"], ["--variants", "best"], ["--shape", "P4"], ["--shape", ""]] {
             assert!(parsed(&refused).is_err(), "{refused:?}");
         }

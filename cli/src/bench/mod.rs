@@ -14,6 +14,7 @@ use paged_attention_bench_kit::{BenchError, Gpu, Options, Problem, Session};
 pub use args::BenchArgs;
 
 use crate::attend::{complain, print, printed};
+use crate::choosing::Choosing;
 use crate::device::guard;
 use crate::report as exit;
 use report::Report;
@@ -34,6 +35,7 @@ fn measured(args: &BenchArgs) -> Result<Report, (u8, String)> {
     if let Some(place) = &args.plot {
         check_place(place).map_err(unusable)?;
     }
+    let choosing = Choosing::load(&args.choosing).map_err(|error| unusable(error.to_string()))?;
     let problems: Vec<Problem> =
         args.shapes().map(|shape| shape.problem(args.dtype)).collect::<Result<_, _>>().map_err(failure)?;
     let options = args.options();
@@ -43,7 +45,7 @@ fn measured(args: &BenchArgs) -> Result<Report, (u8, String)> {
         progress.set_style(style);
     }
     progress.enable_steady_tick(Duration::from_millis(500));
-    let report = guard(|| Ok(rounds(args, problems, options, &progress)))
+    let report = guard(|| Ok(rounds(args, &choosing, problems, options, &progress)))
         .unwrap_or_else(|message| Err((exit::NO_DEVICE, message)));
     progress.finish_and_clear();
     let report = report?;
@@ -56,6 +58,7 @@ fn measured(args: &BenchArgs) -> Result<Report, (u8, String)> {
 
 fn rounds(
     args: &BenchArgs,
+    choosing: &Choosing,
     problems: Vec<Problem>,
     options: Options,
     progress: &ProgressBar,
@@ -68,6 +71,7 @@ fn rounds(
         progress.set_message(what.to_owned());
     };
     let mut gpu = Gpu::open(args.adapter.as_deref()).map_err(failure)?;
+    choosing.apply(&mut gpu.runner).map_err(|error| (exit::UNUSABLE, error.to_string()))?;
     let session = Session::new(&mut gpu, problems, options, &mut step).map_err(failure)?;
     let (limits, shapes) = session.run(&gpu, &mut step).map_err(failure)?;
     Ok(Report::new(gpu.runner.adapter_info(), args, &options, &limits, &shapes))

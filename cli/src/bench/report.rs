@@ -5,7 +5,8 @@ use std::fmt::Write;
 use paged_attention_bench_kit::{ERROR_MAX, Limits, Measured, Options, median};
 use serde::Serialize;
 
-use super::args::{BenchArgs, Which};
+use super::args::BenchArgs;
+use crate::choosing::Chosen;
 use crate::report::AdapterName;
 
 /// The whole report.
@@ -18,8 +19,8 @@ pub struct Report {
     /// Rounds; fewer than seven are not worth quoting.
     rounds: usize,
     quick: bool,
-    /// `base` or `chosen`.
-    variants: &'static str,
+    /// As `--variants` says.
+    variants: String,
     page_size: u32,
     limits: LimitFigures,
     pub shapes: Vec<ShapeFigures>,
@@ -72,6 +73,8 @@ pub struct ShapeFigures {
     /// Milliseconds of compiling, whichever shape had the kernels made.
     compile_ms: f64,
     stepped_down: Vec<String>,
+    /// How the variants were chosen; null where they were named.
+    choice: Option<Chosen>,
     /// Seconds per round, for whoever wants other statistics.
     seconds: Seconds,
 }
@@ -97,10 +100,7 @@ impl Report {
             version: env!("CARGO_PKG_VERSION"),
             rounds: options.rounds,
             quick: args.quick,
-            variants: match args.variants {
-                Which::Base => "base",
-                Which::Chosen => "chosen",
-            },
+            variants: args.choosing.variants.to_string(),
             page_size: options.page_size,
             limits: LimitFigures {
                 fma_gflops: limits.fma_best(),
@@ -177,8 +177,8 @@ impl Report {
             if shape.rows_checked < shape.rows {
                 let _ = writeln!(text, "{}: {} of {} rows were checked", shape.name, shape.rows_checked, shape.rows);
             }
-            for refused in &shape.stepped_down {
-                let _ = writeln!(text, "{}: stepped down from {refused}", shape.name);
+            for line in shape.choice.iter().flat_map(Chosen::lines) {
+                let _ = writeln!(text, "{}: {line}", shape.name);
             }
         }
         text
@@ -209,6 +209,7 @@ impl ShapeFigures {
             rows: shape.coverage.1,
             compile_ms: shape.compile_ms,
             stepped_down: shape.stepped_down.clone(),
+            choice: shape.choice.as_ref().map(Chosen::from),
             seconds: Seconds {
                 paged: shape.series.paged.clone(),
                 contiguous: shape.series.contiguous.clone(),

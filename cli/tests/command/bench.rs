@@ -13,6 +13,8 @@ fn refusals_touch_no_adapter() {
         (vec!["--dtype", "bf16"], "f16"),
         (vec!["--plot", "."], "folder"),
         (vec!["--plot", "none/there.svg"], "no folder none"),
+        (vec!["--variants", "best"], "chosen, quick, base"),
+        (vec!["--tuning", "none.txt"], "--tuning none.txt"),
     ] {
         let run = without_adapter(folder.path(), &[vec!["bench"], args.clone()].concat());
         assert_eq!((run.code, run.stdout.as_str()), (Some(2), ""), "{args:?}: {run:?}");
@@ -56,6 +58,9 @@ fn fields_of_the_report() {
             }
             assert_eq!(shape["dtype"], dtype);
             assert!(shape["best_ms"].as_f64() <= shape["median_ms"].as_f64(), "{shape}");
+            let choice = &shape["choice"];
+            assert_eq!((&choice["by"], &choice["rule"]["prefill"]), (&"rule".into(), &choice["prefill"]), "{shape}");
+            assert!(choice["compile"]["decode_ms"].as_f64() > Some(0.0), "{shape}");
             assert!(shape["max_abs_error"].as_f64() < Some(1e-5), "{shape}");
             // The share follows from what is reported beside it.
             let number = |key: &str| shape[key].as_f64().unwrap();
@@ -83,7 +88,39 @@ fn base_variants_and_the_table() {
     let shape = "q=20,kv=24,heads=4/2,dim=16";
     let run = run(folder.path(), &["bench", "--quick", "--variants", "base", "--shape", shape]);
     assert_eq!(run.code, Some(0), "{run:?}");
-    for says in ["prefill-uniform", "not to be quoted", "multiply-adds", "float64", shape] {
+    for says in ["prefill-uniform", "not to be quoted", "multiply-adds", "float64", "variants base", shape] {
         assert!(run.stdout.contains(says), "{says}: {run:?}");
     }
+}
+
+/// A table's choice, one by name, and one that is quick to compile: each runs and is said to.
+#[test]
+fn variants_that_are_asked_for() {
+    if skipped() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let shape = "q=20,kv=24,heads=4/2,dim=16";
+    let bench =
+        |flags: &[&str]| run(folder.path(), &[&["bench", "--quick", "--shape", shape, "--json"], flags].concat());
+    let names = "prefill-uniform-r2k3l5s9a+decode-workgroup";
+    let named = bench(&["--variants", names]);
+    let report = named.json();
+    assert_eq!((&report["variants"], &report["shapes"][0]["choice"]), (&names.into(), &serde_json::Value::Null));
+    assert!(report["shapes"][0]["kernel"].as_str().unwrap().starts_with("prefill-uniform-r2k3l5s9a"), "{report}");
+    let report = bench(&["--variants", "quick"]).json();
+    assert_eq!((&report["variants"], &report["shapes"][0]["choice"]["by"]), (&"quick".into(), &"quick".into()));
+
+    let tune = ["tune", "--heads", "4/2", "--head-dim", "16", "--budget", "0", "--out", "table.txt"];
+    let table = run(folder.path(), &tune).stdout;
+    let report = bench(&["--tuning", "table.txt"]).json();
+    let shape = &report["shapes"][0];
+    assert_eq!(shape["choice"]["by"], "tuning", "{report}");
+    let first = table.lines().map(str::trim).find(|line| line.starts_with("prefill-")).unwrap();
+    assert_eq!(shape["kernel"].as_str(), first.split(' ').next(), "{report}");
+    let adapter = report["adapter"].as_str().unwrap();
+    std::fs::write(folder.path().join("table.txt"), table.replace(adapter, "Imaginary 9000")).unwrap();
+    let refused = bench(&["--tuning", "table.txt"]);
+    assert_eq!((refused.code, refused.stdout.as_str()), (Some(2), ""), "{refused:?}");
+    assert!(refused.stderr.contains("Imaginary 9000") && refused.stderr.contains(adapter), "{refused:?}");
 }

@@ -15,3 +15,4 @@ mod places;
 mod refused_files;
 mod refused_tensors;
 mod support;
+mod tuning;

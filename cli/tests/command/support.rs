@@ -211,6 +211,13 @@ pub fn with_adapter(folder: &Path, args: &[impl AsRef<OsStr>]) -> Run {
     run(command(folder, args))
 }
 
+/// The same with variables set.
+pub fn with_env(folder: &Path, args: &[impl AsRef<OsStr>], variables: &[(&str, &str)]) -> Run {
+    let mut command = command(folder, args);
+    command.envs(variables.iter().copied());
+    run(command)
+}
+
 /// A folder with a file `case.safetensors` in it.
 pub fn folder_with(case: &[u8]) -> (TempDir, PathBuf) {
     let folder = tempfile::tempdir().unwrap();
