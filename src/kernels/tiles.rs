@@ -109,7 +109,7 @@ impl Tiles {
     /// partial maxima and sums.
     pub fn decode_bytes(&self) -> u32 {
         let shared =
-            if self.decode == DecodeVariant::Workgroup { 32 * self.decode_rows * self.qk_chunks + 4 } else { 0 };
+            if self.decode == DecodeVariant::Workgroup { 32 * self.decode_rows * self.qk_chunks + 16 } else { 0 };
         shared + 4 * self.scores + 8 * SPLIT_KEYS + 8 * self.decode_lanes
     }
 

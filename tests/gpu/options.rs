@@ -100,7 +100,9 @@ fn each_option_and_all_together() {
 fn latent_values() {
     let Some(gpu) = gpu() else { return };
     for (dim, v_dim, group) in [(576, 512, 4), (24, 17, 3)] {
-        let spec = CaseSpec::new("latent", Heads::new(group, 1, dim), [(20, 40), (1, 300)]).causal(true);
+        let spec = CaseSpec::new("latent", Heads::new(group, 1, dim).with_v(v_dim), [(20, 40), (1, 300)])
+            .causal(true)
+            .contiguous(Pool::new(7));
         let plain = build(&spec).unwrap();
         let KvSource::Contiguous { k, kv_indptr, .. } = plain.kv().clone() else { panic!("contiguous") };
         let v = k.first_of_rows(v_dim as usize);

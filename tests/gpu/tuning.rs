@@ -190,7 +190,7 @@ fn tuning_finds_what_is_faster_than_the_rule() {
         kernel: KernelId::Prefill,
         from: "fn report_done(lane: u32) {",
         to: "fn report_done(lane: u32) {
-            for (var turn = 0u; turn < 3000u; turn++) { atomicOr(&status[STATUS_ERRORS], 0u); }",
+            for (var turn = 0u; turn < 3000u; turn++) { atomicOr(&workspace.status[STATUS_ERRORS], 0u); }",
     };
     insert(&mut runner, rule, &[slow]);
     let tuned = runner.tune(&config(HEADS, rule), TIME_FOR_ALL).unwrap();

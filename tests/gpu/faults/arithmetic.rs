@@ -83,6 +83,10 @@ fn fault_19_masks_applied_twice_or_to_other_rows() {
             ("square", causal("min(token + 1u, seq.kv_len)")),
             ("none", "return seq.kv_len;".into()),
         ] {
+            // A decode's tile is one token, whose keys end where the item's do.
+            if what == "none" && lengths.0 < 16 {
+                continue;
+            }
             noticed(
                 gpu,
                 &format!("19 {what}"),
@@ -92,7 +96,9 @@ fn fault_19_masks_applied_twice_or_to_other_rows() {
         }
         // The group's heads taken for tokens.
         let edits = kernels.map(|kernel| edit(kernel, "let token = row / GROUP;", "let token = row;"));
-        noticed(gpu, "19 rows for tokens", &spec, &edits);
+        if lengths.0 > 16 {
+            noticed(gpu, "19 rows for tokens", &spec, &edits);
+        }
         // A mask that nobody asked for.
         let to = "return min(seq.kv_len + token + 1u - seq.q_len, seq.kv_len);";
         noticed(gpu, "19 unasked", &spec.causal(false), &kernels.map(|kernel| edit(kernel, visible, to)));
