@@ -107,6 +107,7 @@ fn pool(rng: &mut StdRng) -> Pool {
         poison: pick(rng, &[Poison::Zero, Poison::NaN, Poison::Infinity, Poison::Mixed, Poison::Garbage]),
         surplus: rng.random_range(0..3),
         share: false,
+        withhold: rng.random(),
     }
 }
 

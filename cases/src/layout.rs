@@ -1,8 +1,8 @@
 //! Sequences into cases: packed rows or pages.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
-use paged_attention::{Case, Dtype, KvSource, PageSize, Tensor};
+use paged_attention::{AttentionOptions, Case, Dtype, KvSource, NO_PAGE, PageSize, Tensor};
 use rand::RngExt;
 use rand::seq::SliceRandom;
 
@@ -68,7 +68,7 @@ pub fn assemble(spec: &CaseSpec, sequences: &[Sequence]) -> Result<Case, SpecErr
             let page_size = spec.page_size()?;
             let (page, prefix_pages) = (page_size.get() as usize, spec.shared_prefix / page_size.get());
             check_prefix(prefix_pages * page_size.get(), &rows, sequences)?;
-            let table = page_table(pool, page_size, (spec.seed, prefix_pages), sequences)?;
+            let mut table = page_table(pool, page_size, (spec.seed, prefix_pages), sequences)?;
             let filled = |part: fn(&Sequence) -> &Vec<f32>, row: usize, dim: usize| {
                 let mut data = poisoned(pool.poison, spec.kv, table.page_count as usize * page * row, spec.seed);
                 let bounds = table.indptr.iter().zip(table.indptr.iter().skip(1));
@@ -83,11 +83,15 @@ pub fn assemble(spec: &CaseSpec, sequences: &[Sequence]) -> Result<Case, SpecErr
                 }
                 Tensor::from_f32(spec.kv, &[table.page_count as usize, page, kv_heads, dim], &data)
             };
+            let (k_pages, v_pages) = (filled(|s| &s.k, rows.k, head_dim)?, filled(|s| &s.v, rows.v, v_head_dim)?);
+            if pool.withhold {
+                table.withhold(&spec.options()?, page_size, sequences);
+            }
             KvSource::Paged {
-                k_pages: filled(|s| &s.k, rows.k, head_dim)?,
-                v_pages: filled(|s| &s.v, rows.v, v_head_dim)?,
-                page_indptr: table.indptr.clone(),
-                page_ids: table.ids.clone(),
+                k_pages,
+                v_pages,
+                page_indptr: table.indptr,
+                page_ids: table.ids,
                 kv_len: sequences.iter().map(|s| s.kv_len).collect(),
             }
         }
@@ -137,6 +141,21 @@ struct PageTable {
     indptr: Vec<u32>,
     ids: Vec<u32>,
     page_count: u32,
+}
+
+impl PageTable {
+    /// Leaves out the pages that no row can see: whoever looked for them would find none.
+    fn withhold(&mut self, options: &AttentionOptions, page_size: PageSize, sequences: &[Sequence]) {
+        for (s, first) in sequences.iter().zip(&self.indptr) {
+            let rows = (0..s.q_len).map(|row| options.visible(s.q_len, s.kv_len, row)).filter(|keys| !keys.is_empty());
+            let seen: HashSet<u32> =
+                rows.flat_map(|keys| keys.start / page_size.get()..page_size.pages_for(keys.end)).collect();
+            let own = self.ids.iter_mut().skip(*first as usize).take(page_size.pages_for(s.kv_len) as usize);
+            for (_, id) in (0..).zip(own).filter(|(entry, _)| !seen.contains(entry)) {
+                *id = NO_PAGE;
+            }
+        }
+    }
 }
 
 fn page_table(

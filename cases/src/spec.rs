@@ -189,12 +189,15 @@ pub struct Pool {
     pub surplus: u32,
     /// Whether sequences with the same key stream and length share their pages.
     pub share: bool,
+    /// Whether pages of which causal mask and window leave no key to any row are missing from the page table.
+    pub withhold: bool,
 }
 
 impl Pool {
     /// Twice the pages needed, shuffled, NaN wherever nothing is owned.
     pub const fn new(page_size: u32) -> Self {
-        Self { page_size, times: 2, order: PageOrder::Shuffled, poison: Poison::NaN, surplus: 0, share: false }
+        let (order, poison) = (PageOrder::Shuffled, Poison::NaN);
+        Self { page_size, times: 2, order, poison, surplus: 0, share: false, withhold: false }
     }
 
     /// The same with a pool of `times` the pages needed.
@@ -225,6 +228,12 @@ impl Pool {
     #[must_use]
     pub const fn shared(self) -> Self {
         Self { share: true, ..self }
+    }
+
+    /// The same without the pages that no row sees.
+    #[must_use]
+    pub const fn withheld(self) -> Self {
+        Self { withhold: true, ..self }
     }
 }
 
@@ -452,6 +461,9 @@ impl fmt::Display for CaseSpec {
         }
         if pool.share {
             f.write_str(" shared")?;
+        }
+        if pool.withhold {
+            f.write_str(" withheld")?;
         }
         write!(f, ", {:?}, seed {}", self.values, self.seed)
     }

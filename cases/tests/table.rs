@@ -4,7 +4,7 @@
 
 use std::collections::HashSet;
 
-use paged_attention::{Case, Dtype, KvSource, Tensor};
+use paged_attention::{Case, Dtype, KvSource, NO_PAGE, Tensor};
 use paged_attention_cases::{
     Alibi, Bias, BiasValues, CaseSpec, Heads, Mask, Modifiers, PageOrder, Poison, Pool, Seq, Sinks, SpecError, Values,
     append_page_ids, assemble, build, crossed, crossed_kernels, full, generate, loud_key, options, options_full, quick,
@@ -254,6 +254,27 @@ fn crossed_cases_meet_every_pair_of_options() {
         assert!(first_four.iter().any(|set| both(set) == (true, true)), "{a} and {b} are never together");
         assert!(first_four.iter().any(|set| both(set) != (true, true)), "{a} and {b} are always together");
     }
+}
+
+#[test]
+fn pages_that_no_row_sees_can_be_withheld() {
+    let window = Modifiers { window_left: Some(5), ..Modifiers::NONE };
+    // Row 0 of the first sees keys 9 .. 15; of the third keys of page 0 on; nobody looks at the second.
+    let spec = CaseSpec::new("withheld", Heads::new(1, 1, 8), [(3, 17), (0, 9), (2, 6)]).causal(true).modified(window);
+    let ids = |pool: Pool| {
+        let case = build(&spec.clone().paged(pool)).unwrap();
+        let KvSource::Paged { page_ids, .. } = case.kv().clone() else { panic!("not paged") };
+        (case, page_ids)
+    };
+    let ((whole, all), (part, left)) = (ids(Pool::new(4).surplus(1)), ids(Pool::new(4).surplus(1).withheld()));
+    let missing: Vec<usize> = (0..left.len()).filter(|entry| left[*entry] == NO_PAGE).collect();
+    // Pages of 4: entries 0 and 1 of 5 and a spare one; all 3 of the next.
+    assert_eq!(missing, [0, 1, 6, 7, 8]);
+    assert!(all.iter().zip(&left).all(|(all, left)| all == left || *left == NO_PAGE));
+    let kv = |case: &Case, seq| case.sequence_kv(seq).unwrap();
+    assert_eq!(kv(&part, 0).k(0)[8 * 8..], kv(&whole, 0).k(0)[8 * 8..]);
+    assert_eq!(kv(&part, 0).v(0)[..8 * 8], [0.0; 64]);
+    assert_eq!(kv(&part, 2), kv(&whole, 2));
 }
 
 #[test]

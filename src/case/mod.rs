@@ -8,6 +8,7 @@ use std::ops::Range;
 
 pub use self::error::CaseError;
 pub use self::extras::CaseExtras;
+use crate::batch::NO_PAGE;
 use crate::geometry::{HeadGeometry, PageSize};
 use crate::tensor::Tensor;
 
@@ -122,7 +123,8 @@ pub enum KvSource {
         v_pages: Tensor,
         /// `[seqs + 1]`: sequence `i` owns entries `page_indptr[i] .. page_indptr[i + 1]` of `page_ids`.
         page_indptr: Vec<u32>,
-        /// Pages of all sequences in order of position. Sequences may share pages.
+        /// Pages of all sequences in order of position. Sequences may share pages. [`crate::NO_PAGE`] is legal where
+        /// causal mask and window leave no row a key of the page.
         page_ids: Vec<u32>,
         /// `[seqs]`: tokens of each sequence.
         kv_len: Vec<u32>,
@@ -263,8 +265,8 @@ fn head_rows(rows: &[f32], head: usize, len: usize) -> &[f32] {
 }
 
 impl Case {
-    /// Keys and values of sequence `seq` as f32, one KV head after the other; only slots that the sequence owns.
-    /// `None` if there is no such sequence.
+    /// Keys and values of sequence `seq` as f32, one KV head after the other; only slots that the sequence owns, and zeros
+    /// where a page is [`crate::NO_PAGE`]. `None` if there is no such sequence.
     pub fn sequence_kv(&self, seq: usize) -> Option<SequenceKv> {
         let (kv_len, runs) = self.owned_runs(seq)?;
         let (k, v) = match &self.kv {
@@ -276,8 +278,14 @@ impl Case {
             let mut out = Vec::with_capacity(kv_len * kv_heads * dim);
             if kv_len > 0 {
                 for head in 0..kv_heads {
-                    for row in runs.clone().flatten() {
-                        tensor.extend_f32((row * kv_heads + head) * dim, dim, &mut out)?;
+                    for run in runs.clone() {
+                        let Some(rows) = run.rows() else {
+                            out.resize(out.len() + run.len * dim, 0.0);
+                            continue;
+                        };
+                        for row in rows {
+                            tensor.extend_f32((row * kv_heads + head) * dim, dim, &mut out)?;
+                        }
                     }
                 }
             }
@@ -287,13 +295,12 @@ impl Case {
         Some(SequenceKv { kv_len, head_dim, v_head_dim, k: gather(k, head_dim)?, v: gather(v, v_head_dim)? })
     }
 
-    /// How many tokens sequence `seq` has and where they lie: runs of rows of the contiguous tensors, or of
-    /// `page * page_size + slot`.
-    fn owned_runs(&self, seq: usize) -> Option<(usize, impl Iterator<Item = Range<usize>> + Clone)> {
+    /// How many tokens sequence `seq` has and where they lie.
+    fn owned_runs(&self, seq: usize) -> Option<(usize, impl Iterator<Item = OwnedRun> + Clone)> {
         let (packed, pages, page_size, kv_len) = match &self.kv {
             KvSource::Contiguous { kv_indptr, .. } => {
                 let (start, end) = (*kv_indptr.get(seq)? as usize, *kv_indptr.get(seq + 1)? as usize);
-                (Some(start..end), &[][..], 1, end - start)
+                (Some(OwnedRun { first: Some(start), len: end - start }), &[][..], 1, end - start)
             }
             KvSource::Paged { page_indptr, page_ids, kv_len, .. } => {
                 let (start, end) = (*page_indptr.get(seq)? as usize, *page_indptr.get(seq + 1)? as usize);
@@ -301,10 +308,24 @@ impl Case {
                 (None, pages, self.page_size()?.get() as usize, *kv_len.get(seq)? as usize)
             }
         };
-        let paged = pages.iter().zip((0..kv_len).step_by(page_size)).map(move |(page, before)| {
-            let first = *page as usize * page_size;
-            first..first + page_size.min(kv_len - before)
+        let paged = pages.iter().zip((0..kv_len).step_by(page_size)).map(move |(page, before)| OwnedRun {
+            first: (*page != NO_PAGE).then_some(*page as usize * page_size),
+            len: page_size.min(kv_len - before),
         });
         Some((kv_len, packed.into_iter().chain(paged)))
+    }
+}
+
+/// Successive tokens of a sequence: rows of the contiguous tensors, or of `page * page_size + slot`.
+#[derive(Clone, Copy)]
+struct OwnedRun {
+    /// `None` where the page is not there.
+    first: Option<usize>,
+    len: usize,
+}
+
+impl OwnedRun {
+    fn rows(self) -> Option<Range<usize>> {
+        self.first.map(|first| first..first + self.len)
     }
 }

@@ -3,10 +3,10 @@
 use std::f64::consts::LOG2_E;
 
 use super::{
-    CASE_BYTES_MAX, CASE_SCORES_MAX, Case, CaseError, CaseExtras, KvSource, SCORE_LOG2_MAX, SCRATCH_BYTES_PER_KEY,
-    SEQUENCE_BYTES_MAX, SOFTCAP_MAX, SOFTCAP_MIN,
+    CASE_BYTES_MAX, CASE_SCORES_MAX, Case, CaseError, CaseExtras, KvSource, OwnedRun, SCORE_LOG2_MAX,
+    SCRATCH_BYTES_PER_KEY, SEQUENCE_BYTES_MAX, SOFTCAP_MAX, SOFTCAP_MIN,
 };
-use crate::batch::{Batch, BatchError, check_indptr};
+use crate::batch::{Batch, BatchError, NO_PAGE, check_indptr};
 use crate::geometry::{Dtype, GeometryError, PageSize};
 use crate::tensor::Tensor;
 
@@ -178,7 +178,7 @@ impl Case {
             };
             maxima.clear();
             maxima.resize(self.geometry.kv_heads() as usize, 0.0_f32);
-            for row in runs.flatten() {
+            for row in runs.filter_map(OwnedRun::rows).flatten() {
                 row_values.clear();
                 // The shapes have been checked, so that the row is there.
                 let _ = v.extend_f32(row * width, width, &mut row_values);
@@ -265,6 +265,29 @@ impl Case {
                 let page_size = PageSize::new(tokens)?;
                 let batch = Batch { q_indptr: &self.q_indptr, page_indptr, page_ids, kv_len };
                 batch.validate(page_size, page_count)?;
+                self.check_missing_pages(page_size, page_count, (page_indptr, page_ids))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Refuses a page that is not there where a row may see its keys.
+    fn check_missing_pages(
+        &self,
+        page_size: PageSize,
+        page_count: u32,
+        (page_indptr, page_ids): (&[u32], &[u32]),
+    ) -> Result<(), BatchError> {
+        for ((q_len, kv_len), begin) in self.lengths().into_iter().zip(page_indptr) {
+            let Some(last_row) = q_len.checked_sub(1) else { continue };
+            // Both ends of what a row sees rise with its position.
+            let reach = |row| self.options.visible(q_len, kv_len, row);
+            let (start, end) = (reach(0).start, reach(last_row).end);
+            let needed = start / page_size.get()..page_size.pages_for(end);
+            let (first, count) = (*begin as usize + needed.start as usize, needed.len());
+            let pages = page_ids.iter().enumerate().skip(first).take(count);
+            if let Some((index, found)) = pages.into_iter().find(|(_, page)| **page == NO_PAGE) {
+                return Err(BatchError::PageId { index, found: *found, page_count });
             }
         }
         Ok(())

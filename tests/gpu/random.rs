@@ -45,6 +45,7 @@ fn pool() -> impl Strategy<Value = Pool> {
         poison,
         surplus,
         share: false,
+        withhold: false,
     })
 }
 

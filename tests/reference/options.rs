@@ -3,10 +3,11 @@
 use std::ops::Range;
 
 use paged_attention_cases::{
-    Alibi, Bias, BiasValues, CaseSpec, Heads, Mask, Modifiers, Sinks, Values, build, crossed, crossed_kernels,
+    Alibi, Bias, BiasValues, CaseSpec, Heads, Mask, Modifiers, Pool, Sinks, Values, build, crossed, crossed_kernels,
 };
 
 use super::*;
+use paged_attention::NO_PAGE;
 
 /// One head of dimension 1: `q` and `k` are their scores' factors.
 fn tiny(options: AttentionOptions, extras: CaseExtras, q: &[f32], k: &[f32], v: &[f32]) -> Case {
@@ -178,6 +179,35 @@ fn ways_to_hide_a_key_agree() {
     let nothing = dense(&with(mask(Mask::Nothing)));
     assert!(nothing.out.iter().all(|x| *x == 0.0) && nothing.lse.iter().all(|x| *x == f64::NEG_INFINITY));
     assert_eq!(dense(&with(bias(true, BiasValues::Hiding(100)))), nothing);
+}
+
+/// A page may be missing where no row can see it, and nowhere else.
+#[test]
+fn missing_pages_are_legal_where_nobody_looks() {
+    let spec = CaseSpec::new("missing", Heads::new(2, 1, 8), [(3, 40), (0, 9), (12, 6)]).causal(true);
+    let spec = spec.modified(Modifiers { window_left: Some(5), ..Modifiers::NONE });
+    let [whole, part] = [Pool::new(4), Pool::new(4).withheld()].map(|pool| build(&spec.clone().paged(pool)).unwrap());
+    assert_ne!(whole.kv(), part.kv());
+    assert_eq!(dense(&whole), dense(&part));
+    let run = PLAIN.run(&part);
+    assert!(run.verify(&part).passed() && run.verify(&whole).passed());
+    let KvSource::Paged { k_pages, v_pages, page_indptr, page_ids, kv_len } = whole.kv() else { panic!("not paged") };
+    // Row 0 is at position 37 and sees keys from 32 on: entry 8.
+    for entry in 0..page_ids.len() {
+        let mut page_ids = page_ids.clone();
+        page_ids[entry] = NO_PAGE;
+        let (k_pages, v_pages) = (k_pages.clone(), v_pages.clone());
+        let (page_indptr, kv_len) = (page_indptr.clone(), kv_len.clone());
+        let kv = KvSource::Paged { k_pages, v_pages, page_indptr, page_ids, kv_len };
+        let case = Case::new(*whole.geometry(), *whole.options(), whole.q().clone(), whole.q_indptr().to_vec(), kv);
+        match case {
+            Ok(case) => assert!(entry < 8 || (10..13).contains(&entry), "{entry}: {:?}", case.lengths()),
+            Err(CaseError::Batch(BatchError::PageId { index, found: NO_PAGE, .. })) => {
+                assert!(index == entry && (8..10).contains(&entry) || entry >= 13, "{entry}");
+            }
+            Err(other) => panic!("{other}"),
+        }
+    }
 }
 
 #[test]
