@@ -29,7 +29,7 @@ pub use file::{FileError, write_case};
 pub use layout::{append_page_ids, assemble, build};
 pub use modifiers::{Alibi, Bias, BiasValues, Mask, Modifiers, Sinks};
 pub use options::{options, options_full};
-pub use purposes::{self_tests, speed, timed};
+pub use purposes::{growth, self_tests, speed, timed};
 pub use spec::{CaseSpec, Heads, KvInput, PageOrder, Poison, Pool, Seq, SpecError, Values};
 pub use table::{full, quick};
 pub use values::{Sequence, generate, loud_key};

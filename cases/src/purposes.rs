@@ -4,7 +4,7 @@ use paged_attention::Dtype;
 
 use crate::spec::{CaseSpec, Heads, Pool};
 
-/// The shapes of `bench`: prompts P1 to P3, single tokens D1 to D3. f32, contiguous, causal.
+/// The shapes of `bench`: prompts P1 to P3, single tokens D1 to D3, both in one batch M1 and M2. f32, contiguous, causal.
 ///
 /// | name | query/KV heads | dimension | sequences of (query rows, keys) |
 /// | --- | --- | --- | --- |
@@ -14,7 +14,12 @@ use crate::spec::{CaseSpec, Heads, Pool};
 /// | D1 | 32/8 | 128 | (1, 4096) |
 /// | D2 | 9/3 | 64 | 8 of (1, 1024) |
 /// | D3 | 8/8 | 128 | (1, 16384) |
+/// | M1 | 9/3 | 64 | 63 of (1, 512 to 1024), (512, 512) |
+/// | M2 | 8/2 | 128 | as M1 |
 pub fn speed() -> Vec<CaseSpec> {
+    // No length twice, and neighbours of different lengths.
+    let decodes = (0..63).map(|i| (1, 512 + i * 331 % 513));
+    let mixed: Vec<(u32, u32)> = decodes.chain([(512, 512)]).collect();
     [
         ("P1", Heads::new(8, 8, 64), vec![(1024, 1024)]),
         ("P2", Heads::new(9, 3, 64), vec![(512, 512)]),
@@ -22,10 +27,23 @@ pub fn speed() -> Vec<CaseSpec> {
         ("D1", Heads::new(32, 8, 128), vec![(1, 4096)]),
         ("D2", Heads::new(9, 3, 64), vec![(1, 1024); 8]),
         ("D3", Heads::new(8, 8, 128), vec![(1, 16_384)]),
+        ("M1", Heads::new(9, 3, 64), mixed.clone()),
+        ("M2", Heads::new(8, 2, 128), mixed),
     ]
     .into_iter()
     .map(|(name, heads, lengths)| timed(name, heads, lengths))
     .collect()
+}
+
+/// The shapes of `bench --growth`, each twice as long as the one before: whole prompts of 512 to 8,192 tokens, 8/8 heads;
+/// single tokens over 1,024 to 131,072 keys, 8/2 heads (128 MiB in f32: what every adapter binds). Dimension 64.
+pub fn growth() -> [Vec<CaseSpec>; 2] {
+    let doublings = |first: u32, count: u32| (0..count).map(move |i| first << i);
+    let (prefill, decode) = (Heads::new(8, 8, 64), Heads::new(8, 2, 64));
+    [
+        doublings(512, 5).map(|n| timed(&format!("prefill {n}"), prefill, vec![(n, n)])).collect(),
+        doublings(1024, 8).map(|n| timed(&format!("decode {n}"), decode, vec![(1, n)])).collect(),
+    ]
 }
 
 /// A shape to be timed: f32, contiguous, causal.

@@ -29,8 +29,8 @@ pub enum BenchError {
         /// What is wrong with it.
         why: String,
     },
-    /// A result that is wrong: its time is worth nothing.
-    #[error("{name}: the result of `{contender}` is off by {error:.2e}; {allowed:.0e} is allowed")]
+    /// A result outside the error bound: its time is worth nothing.
+    #[error("{name}: the result of `{contender}` is outside the bound: off by {error:.2e}, {ratio:.2} times the bound")]
     Wrong {
         /// The shape.
         name: String,
@@ -38,7 +38,15 @@ pub enum BenchError {
         contender: &'static str,
         /// Largest distance from float64.
         error: f64,
-        /// What is allowed.
-        allowed: f64,
+        /// Largest error over bound.
+        ratio: f64,
+    },
+    /// A result that should have the bits of another one.
+    #[error("{name}: the result of `{contender}` is not bit for bit that of `paged`")]
+    Differs {
+        /// The shape.
+        name: String,
+        /// Who computed it.
+        contender: &'static str,
     },
 }

@@ -5,6 +5,8 @@
 
 mod error;
 mod gpu;
+mod growth;
+mod judge;
 pub mod limits;
 mod paged;
 mod problem;
@@ -13,7 +15,9 @@ mod unfused;
 
 pub use error::BenchError;
 pub use gpu::{Gpu, Record, best, dispatch, median};
+pub use growth::{Curve, Fit, Growth, Point};
+pub use judge::{Accuracy, Judge};
 pub use paged::{Paged, Paging, Selection};
-pub use problem::{ERROR_MAX, NAMES, Problem, Reference, small_shapes};
-pub use session::{Limits, Measured, Options, Series, Session};
+pub use problem::{Packed, Problem};
+pub use session::{Contender, Limits, Measured, Options, Series, Session};
 pub use unfused::Unfused;

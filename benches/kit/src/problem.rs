@@ -1,349 +1,236 @@
-//! The shapes that are measured, their random tensors, and the result in f64 on the CPU.
+//! What is measured: a case of the case table, and its work by count.
 
-use paged_attention::{Dtype, Tensor};
-use rand::SeedableRng;
-use rand_distr::{Distribution, StandardNormal};
+use paged_attention::{Case, Chains, Dtype, KvSource, ROW_ALIGN, Tensor};
+use paged_attention_cases::{CaseSpec, Heads, build};
 
 use crate::error::BenchError;
 
-/// The case table's shapes to be timed ([`paged_attention_cases::speed`]): P1 to P3 prefill, causal; D1 to D3 decode.
-pub const NAMES: [&str; 6] = ["P1", "P2", "P3", "D1", "D2", "D3"];
-
-/// The f32 kernels stay well below this on normally distributed tensors, whose outputs are of order 1.
-pub const ERROR_MAX: f64 = 2e-5;
-
-/// Above so many multiply-adds, rows are checked in samples.
-const REFERENCE_FMA_MAX: f64 = 4e9;
-
-/// One attention call on contiguous tensors.
+/// A case in packed rows, with the description that it was made from.
 #[derive(Clone, Debug)]
 pub struct Problem {
-    /// What it is called in reports.
-    pub name: String,
-    /// Query heads.
-    pub q_heads: u32,
-    /// Heads of keys and values.
-    pub kv_heads: u32,
-    /// Elements of a query or key row.
-    pub head_dim: u32,
-    /// Elements of a value row.
-    pub v_head_dim: u32,
-    /// Type of queries, keys and values; outputs are f32.
-    pub dtype: Dtype,
-    /// Factor of `q . k`.
-    pub scale: f32,
-    /// Bottom-right aligned causal mask.
-    pub causal: bool,
-    /// `(q_len, kv_len)` of each sequence.
-    pub lengths: Vec<(u32, u32)>,
-    /// `[total_q, q_heads, head_dim]`; values that `dtype` holds exactly, as are the others.
-    pub q: Vec<f32>,
-    /// `[total_kv, kv_heads, head_dim]`
-    pub k: Vec<f32>,
-    /// `[total_kv, kv_heads, v_head_dim]`
-    pub v: Vec<f32>,
+    spec: CaseSpec,
+    case: Case,
 }
 
-/// The keys `0 .. visible_keys` are seen by query row `row`.
-pub fn visible_keys(causal: bool, (q_len, kv_len): (u32, u32), row: u32) -> u32 {
-    if causal { (kv_len + row + 1).saturating_sub(q_len).min(kv_len) } else { kv_len }
+/// Keys and values in packed rows.
+pub struct Packed<'a> {
+    /// `[total_kv, kv_heads, head_dim]`.
+    pub k: &'a Tensor,
+    /// `[total_kv, kv_heads, v_head_dim]`.
+    pub v: &'a Tensor,
+    /// `[seqs + 1]`.
+    pub kv_indptr: &'a [u32],
 }
 
 impl Problem {
-    /// Normally distributed tensors for sequences of `lengths`.
+    /// Makes the tensors. Which pages they are written into is the contenders' affair.
     ///
     /// # Errors
-    /// [`BenchError::Shape`] for heads and dimensions that the kernels or the baseline do not take.
-    pub fn new(
-        name: &str,
-        (q_heads, kv_heads): (u32, u32),
-        (head_dim, v_head_dim): (u32, u32),
-        causal: bool,
-        lengths: &[(u32, u32)],
-        dtype: Dtype,
-    ) -> Result<Self, BenchError> {
-        let refuse = |why: String| Err(BenchError::Shape { name: name.to_owned(), why });
-        if kv_heads == 0 || q_heads == 0 || !q_heads.is_multiple_of(kv_heads) {
-            return refuse(format!("{q_heads} query heads over {kv_heads} KV heads; a multiple is needed"));
-        }
+    /// [`BenchError::Shape`] for heads, dimensions and sizes that the kernels or the baseline do not take.
+    pub fn new(spec: CaseSpec) -> Result<Self, BenchError> {
+        let pool = *spec.kv_input.pool();
+        let spec = spec.contiguous(pool);
+        let refuse = |why: String| BenchError::Shape { name: spec.name.clone(), why };
+        let Heads { q_heads, kv_heads, head_dim, v_head_dim } = spec.heads;
         for dim in [head_dim, v_head_dim] {
-            if dim == 0 || !dim.is_multiple_of(paged_attention::ROW_ALIGN) || dim > paged_attention::HEAD_DIM_MAX {
-                return refuse(format!(
-                    "head dimension {dim}; a multiple of {} up to {} is needed",
-                    paged_attention::ROW_ALIGN,
-                    paged_attention::HEAD_DIM_MAX
-                ));
+            if !dim.is_multiple_of(ROW_ALIGN) {
+                return Err(refuse(format!("head dimension {dim}; a multiple of {ROW_ALIGN} is needed")));
             }
         }
-        let total = |length: fn(&(u32, u32)) -> u32| lengths.iter().map(|l| u64::from(length(l))).sum::<u64>();
-        let (total_q, total_kv) = (total(|l| l.0), total(|l| l.1));
-        let words = |rows: u64, heads: u32, dim: u32| rows * u64::from(heads) * u64::from(dim);
-        let dim_max = head_dim.max(v_head_dim);
-        if words(total_q, q_heads, dim_max).max(words(total_kv, kv_heads, dim_max)) > u64::from(u32::MAX) {
-            return refuse("a tensor has more elements than 32 bits count".to_owned());
-        }
-        let mut rng = rand::rngs::StdRng::seed_from_u64(7);
-        let mut normal = |words: u64| -> Result<Vec<f32>, BenchError> {
-            let values: Vec<f32> = (0..words).map(|_| StandardNormal.sample(&mut rng)).collect();
-            Ok(tensor(name, dtype, &values)?.to_f32())
+        let elements = |heads: u32, count: fn(&(u32, u32)) -> u32| {
+            let rows: u64 = lengths(&spec).map(|lengths| u64::from(count(&lengths))).sum();
+            rows.saturating_mul(u64::from(heads) * u64::from(head_dim.max(v_head_dim)))
         };
-        Ok(Self {
-            name: name.to_owned(),
-            q_heads,
-            kv_heads,
-            head_dim,
-            v_head_dim,
-            dtype,
-            scale: 1.0 / (head_dim as f32).sqrt(),
-            causal,
-            lengths: lengths.to_vec(),
-            q: normal(words(total_q, q_heads, head_dim))?,
-            k: normal(words(total_kv, kv_heads, head_dim))?,
-            v: normal(words(total_kv, kv_heads, v_head_dim))?,
-        })
+        if elements(q_heads, |lengths| lengths.0).max(elements(kv_heads, |lengths| lengths.1)) > u64::from(u32::MAX) {
+            return Err(refuse("a tensor has more elements than 32 bits count".to_owned()));
+        }
+        let case = build(&spec).map_err(|error| refuse(error.to_string()))?;
+        Ok(Self { spec, case })
     }
 
-    /// One of [`NAMES`].
+    /// What it is called in reports.
+    pub fn name(&self) -> &str {
+        &self.spec.name
+    }
+
+    /// The description.
+    pub fn spec(&self) -> &CaseSpec {
+        &self.spec
+    }
+
+    /// The tensors, in packed rows.
+    pub fn case(&self) -> &Case {
+        &self.case
+    }
+
+    /// Type of keys and values; outputs are f32.
+    pub fn dtype(&self) -> Dtype {
+        self.spec.kv
+    }
+
+    /// Its keys and values.
     ///
     /// # Errors
-    /// [`BenchError::Shape`] for another name.
-    pub fn named(name: &str, dtype: Dtype) -> Result<Self, BenchError> {
-        let Some(spec) = paged_attention_cases::speed().into_iter().find(|spec| spec.name == name) else {
-            let why = format!("the shapes are {}", NAMES.join(", "));
-            return Err(BenchError::Shape { name: name.to_owned(), why });
-        };
-        let lengths: Vec<(u32, u32)> = spec.seqs.iter().map(|seq| (seq.q_len, seq.kv_len)).collect();
-        let heads = spec.heads;
-        Self::new(name, (heads.q_heads, heads.kv_heads), (heads.head_dim, heads.v_head_dim), true, &lengths, dtype)
+    /// None: a problem is never in pages.
+    pub fn packed(&self) -> Result<Packed<'_>, BenchError> {
+        match self.case.kv() {
+            KvSource::Contiguous { k, v, kv_indptr } => Ok(Packed { k, v, kv_indptr }),
+            KvSource::Paged { .. } => Err(BenchError::Shape {
+                name: self.spec.name.clone(),
+                why: "keys and values lie in pages; packed rows are needed".to_owned(),
+            }),
+        }
     }
 
     /// Whether every sequence has one query row: the limit is then reading, not arithmetic.
     pub fn decodes(&self) -> bool {
-        self.lengths.iter().all(|(q_len, _)| *q_len == 1)
+        lengths(&self.spec).all(is_decode)
     }
 
-    /// Rows of all sequences: queries, keys.
-    pub fn totals(&self) -> (u64, u64) {
-        self.lengths.iter().fold((0, 0), |(q, kv), (q_len, kv_len)| (q + u64::from(*q_len), kv + u64::from(*kv_len)))
+    /// The sequences with one query row and the others, each as a problem of its own; the problem itself where it has
+    /// only one of the two. Values are those of the whole.
+    ///
+    /// # Errors
+    /// As [`Problem::new`].
+    pub fn groups(&self) -> Result<Vec<Self>, BenchError> {
+        let (decodes, others): (Vec<_>, Vec<_>) =
+            self.spec.seqs.iter().copied().partition(|seq| is_decode((seq.q_len, seq.kv_len)));
+        if decodes.is_empty() || others.is_empty() {
+            return Ok(vec![self.clone()]);
+        }
+        [("decodes", decodes), ("prompts", others)]
+            .into_iter()
+            .map(|(what, seqs)| Self::new(self.spec.clone().named(format!("{}, {what}", self.spec.name)).seqs(seqs)))
+            .collect()
+    }
+
+    /// Words of the output `[total_q, q_heads, v_head_dim]` per query row.
+    fn out_row(&self) -> usize {
+        self.spec.heads.q_heads as usize * self.spec.heads.v_head_dim as usize
+    }
+
+    /// The output in a buffer that may be longer.
+    pub(crate) fn rows_of(&self, mut out: Vec<u32>) -> Vec<u32> {
+        out.truncate(lengths(&self.spec).map(|(q_len, _)| q_len as usize).sum::<usize>() * self.out_row());
+        out
+    }
+
+    /// The rows of this problem's output in the order of [`Problem::groups`].
+    pub(crate) fn in_groups(&self, out: &[u32]) -> Vec<u32> {
+        let [mut decodes, mut others] = [Vec::new(), Vec::new()];
+        let mut rest = out;
+        for length in lengths(&self.spec) {
+            let (rows, after) = rest.split_at_checked(length.0 as usize * self.out_row()).unwrap_or((rest, &[]));
+            if is_decode(length) { &mut decodes } else { &mut others }.extend(rows);
+            rest = after;
+        }
+        [decodes, others].concat()
     }
 
     /// Floating-point operations that attention needs: two per multiply-add of every visible pair, softmax not counted.
     pub fn flop(&self) -> f64 {
-        let pairs: u64 = self
-            .lengths
-            .iter()
-            .flat_map(|length| (0..length.0).map(|row| u64::from(visible_keys(self.causal, *length, row))))
-            .sum();
-        2.0 * pairs as f64 * f64::from(self.q_heads) * f64::from(self.head_dim + self.v_head_dim)
+        lengths(&self.spec).map(|length| self.flop_of(length)).sum()
+    }
+
+    fn flop_of(&self, (q_len, kv_len): (u32, u32)) -> f64 {
+        let options = self.case.options();
+        let pairs: u64 = (0..q_len).map(|row| options.visible(q_len, kv_len, row).len() as u64).sum();
+        let Heads { q_heads, head_dim, v_head_dim, .. } = self.spec.heads;
+        2.0 * pairs as f64 * f64::from(q_heads) * f64::from(head_dim + v_head_dim)
     }
 
     /// Bytes of K and V, each counted once.
     pub fn kv_bytes(&self) -> f64 {
-        f64::from(self.dtype.bytes()) * (self.k.len() + self.v.len()) as f64
+        lengths(&self.spec).map(|length| self.kv_bytes_of(length)).sum()
     }
 
-    /// The bytes of one of the tensors as the device takes them.
-    ///
-    /// # Errors
-    /// [`BenchError::Shape`].
-    pub fn bytes_of(&self, values: &[f32]) -> Result<Vec<u8>, BenchError> {
-        Ok(tensor(&self.name, self.dtype, values)?.bytes().to_vec())
+    fn kv_bytes_of(&self, (_, kv_len): (u32, u32)) -> f64 {
+        let Heads { kv_heads, head_dim, v_head_dim, .. } = self.spec.heads;
+        f64::from(self.dtype().bytes() * kv_heads) * f64::from(kv_len) * f64::from(head_dim + v_head_dim)
     }
 
-    /// The output in f64: scores, softmax and weighted sum as the textbook has them. Of a large problem, of rows that
-    /// are spread evenly. Uses all processors.
-    pub fn reference(&self) -> Reference {
-        let stride = (self.flop() / 2.0 / REFERENCE_FMA_MAX).ceil().max(1.0) as usize;
-        let mut places = Vec::new();
-        let (mut q_start, mut kv_start) = (0, 0);
-        for length in self.lengths.iter().copied() {
-            places.extend((0..length.0).map(|row| Place {
-                q_row: q_start + row as usize,
-                kv_start,
-                keys: visible_keys(self.causal, length, row) as usize,
-            }));
-            q_start += length.0 as usize;
-            kv_start += length.1 as usize;
-        }
-        let total_rows = places.len();
-        let mut index = 0;
-        places.retain(|_| {
-            index += 1;
-            index % stride == 0 || index == total_rows
-        });
-        // Every processor takes every n-th row: causal rows grow, so that each gets as much.
-        let workers = std::thread::available_parallelism().map_or(1, usize::from);
-        let done: Vec<Vec<(usize, Vec<f64>)>> = std::thread::scope(|scope| {
-            let threads: Vec<_> = (0..workers)
-                .map(|worker| {
-                    let own = places.iter().skip(worker).step_by(workers);
-                    scope.spawn(move || own.map(|place| (place.q_row, self.row(place))).collect())
-                })
-                .collect();
-            // A worker does not panic: it only computes.
-            threads.into_iter().filter_map(|thread| thread.join().ok()).collect()
-        });
-        let row_len = self.q_heads as usize * self.v_head_dim as usize;
-        Reference { rows: done.into_iter().flatten().collect(), rows_expected: places.len(), total_rows, row_len }
+    /// The least time that a device can take which does `gflops` 10^9 operations and reads `gbps` 10^9 bytes in a second:
+    /// a sequence with one query row reads its keys and values, another one multiplies and adds.
+    pub fn limit_s(&self, gflops: f64, gbps: f64) -> f64 {
+        let seconds = |length| match is_decode(length) {
+            true => self.kv_bytes_of(length) / gbps,
+            false => self.flop_of(length) / gflops,
+        };
+        1e-9 * lengths(&self.spec).map(seconds).sum::<f64>()
     }
 
-    /// The output row of one query row, `[q_heads, v_head_dim]`.
-    fn row(&self, place: &Place) -> Vec<f64> {
-        let (q_heads, kv_heads) = (self.q_heads as usize, self.kv_heads as usize);
-        let (head_dim, v_head_dim) = (self.head_dim as usize, self.v_head_dim as usize);
-        let mut out = Vec::with_capacity(q_heads * v_head_dim);
-        for head in 0..q_heads {
-            let kv_head = head / (q_heads / kv_heads);
-            let row_of =
-                |dim| RowsOf { first: (place.kv_start * kv_heads + kv_head) * dim, stride: kv_heads * dim, dim };
-            let start = (place.q_row * q_heads + head) * head_dim;
-            let query = self.q.get(start..start + head_dim).unwrap_or_default();
-            let scores: Vec<f64> =
-                row_of(head_dim).of(&self.k, place.keys).map(|key| f64::from(self.scale) * dot(query, key)).collect();
-            let highest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-            let weights: Vec<f64> = scores.iter().map(|score| (score - highest).exp()).collect();
-            let sum: f64 = weights.iter().sum();
-            let mut head_out = vec![0.0; v_head_dim];
-            for (weight, value) in weights.iter().zip(row_of(v_head_dim).of(&self.v, place.keys)) {
-                for (o, x) in head_out.iter_mut().zip(value) {
-                    *o += weight / sum * f64::from(*x);
-                }
-            }
-            out.extend(head_out);
-        }
-        out
+    /// Chains of a kernel that makes all scores of a row, then its weights, then a single sum, as the baseline does.
+    pub fn chains_of_single_sums(&self) -> Vec<Chains> {
+        let chains = |(_, kv_len): (u32, u32)| Chains {
+            dot: self.spec.heads.head_dim + 1,
+            step_keys: kv_len.max(1),
+            // One more for the weight's normalisation, which comes before the sum.
+            accumulate: kv_len.saturating_add(2),
+        };
+        lengths(&self.spec).map(chains).collect()
     }
 }
 
-/// A query row and what it sees.
-struct Place {
-    q_row: usize,
-    kv_start: usize,
-    keys: usize,
+fn lengths(spec: &CaseSpec) -> impl Iterator<Item = (u32, u32)> {
+    spec.seqs.iter().map(|seq| (seq.q_len, seq.kv_len))
 }
 
-/// Rows of one head in a packed tensor.
-struct RowsOf {
-    first: usize,
-    stride: usize,
-    dim: usize,
-}
-
-impl RowsOf {
-    fn of<'a>(&self, tensor: &'a [f32], count: usize) -> impl Iterator<Item = &'a [f32]> + use<'a> {
-        let dim = self.dim;
-        let rows = tensor.get(self.first..).unwrap_or_default().chunks(self.stride);
-        rows.take(count).filter_map(move |row| row.get(..dim))
-    }
-}
-
-/// Four sums, so that one addition need not wait for the other.
-fn dot(a: &[f32], b: &[f32]) -> f64 {
-    let mut sums = [0.0; 4];
-    for (a, b) in a.chunks(4).zip(b.chunks(4)) {
-        for ((sum, a), b) in sums.iter_mut().zip(a).zip(b) {
-            *sum += f64::from(*a) * f64::from(*b);
-        }
-    }
-    sums.iter().sum()
-}
-
-fn tensor(name: &str, dtype: Dtype, values: &[f32]) -> Result<Tensor, BenchError> {
-    Tensor::from_f32(dtype, &[values.len()], values)
-        .map_err(|error| BenchError::Shape { name: name.to_owned(), why: error.to_string() })
-}
-
-/// What the output has to be.
-#[derive(Clone, Debug)]
-pub struct Reference {
-    /// Output rows by index.
-    rows: Vec<(usize, Vec<f64>)>,
-    rows_expected: usize,
-    total_rows: usize,
-    row_len: usize,
-}
-
-impl Reference {
-    /// Rows that are compared, and rows that there are.
-    pub fn coverage(&self) -> (usize, usize) {
-        (self.rows.len(), self.total_rows)
-    }
-
-    /// The largest distance of an output from it. NaN anywhere, and an output of another size, is an infinite one.
-    pub fn largest_error(&self, found: &[f32]) -> f64 {
-        if self.rows.len() != self.rows_expected || found.len() < self.total_rows * self.row_len {
-            return f64::INFINITY;
-        }
-        self.rows
-            .iter()
-            .flat_map(|(row, expected)| {
-                let found = found.get(row * self.row_len..).unwrap_or_default();
-                found.iter().zip(expected).map(|(x, y)| (f64::from(*x) - y).abs())
-            })
-            .fold(0.0, |worst, error| if error.is_nan() { f64::INFINITY } else { f64::max(worst, error) })
-    }
-}
-
-/// Small ragged batches that reach every branch of all contenders.
-///
-/// # Errors
-/// None, as long as the table here is right.
-pub fn small_shapes() -> Result<Vec<Problem>, BenchError> {
-    let lengths: [&[(u32, u32)]; 3] = [
-        &[(70, 131), (1, 5), (0, 9), (3, 0), (129, 129), (5, 3)],
-        &[(65, 17), (2, 200)],
-        &[(1, 1), (1, 77), (1, 0), (1, 16)],
-    ];
-    let [causal, bidirectional, decode] = lengths;
-    Ok(vec![
-        Problem::new("ragged causal", (6, 2), (80, 72), true, causal, Dtype::F32)?,
-        Problem::new("ragged bidirectional", (2, 2), (8, 8), false, bidirectional, Dtype::F32)?,
-        Problem::new("ragged decode", (8, 2), (96, 128), true, decode, Dtype::F32)?,
-    ])
+fn is_decode((q_len, _): (u32, u32)) -> bool {
+    q_len == 1
 }
 
 #[cfg(test)]
 mod tests {
+    use paged_attention_cases::{speed, timed};
+
     use super::*;
+
+    fn named(name: &str) -> Problem {
+        Problem::new(speed().into_iter().find(|spec| spec.name == name).unwrap()).unwrap()
+    }
 
     #[test]
     fn counts_of_the_named_shapes() {
-        let p1 = Problem::named("P1", Dtype::F32).unwrap();
+        let p1 = named("P1");
         // Every row sees itself: N (N + 1) / 2 pairs.
         assert_eq!(p1.flop(), 4.0 * 8.0 * 64.0 * (1024.0 * 1025.0 / 2.0));
         assert_eq!(p1.kv_bytes(), 4.0 * 2.0 * 8.0 * 64.0 * 1024.0);
         assert!(!p1.decodes());
-        let d2 = Problem::named("D2", Dtype::F16).unwrap();
+        let d2 = Problem::new(named("D2").spec.dtype(Dtype::F16)).unwrap();
         assert_eq!(d2.kv_bytes(), 2.0 * 2.0 * 3.0 * 64.0 * 8.0 * 1024.0);
         assert_eq!(d2.flop(), 4.0 * 9.0 * 64.0 * 8.0 * 1024.0);
         assert!(d2.decodes());
-        assert_eq!(d2.totals(), (8, 8192));
-        assert!(Problem::named("P4", Dtype::F32).is_err());
+        assert_eq!(d2.limit_s(f64::NAN, 2.0), 1e-9 * d2.kv_bytes() / 2.0);
+        assert_eq!(p1.limit_s(2.0, f64::NAN), 1e-9 * p1.flop() / 2.0);
     }
 
     #[test]
     fn unusable_shapes() {
-        for (heads, dim) in [((3, 2), 64), ((0, 0), 64), ((4, 2), 0), ((4, 2), 60), ((4, 2), 1 << 20)] {
-            assert!(Problem::new("x", heads, (dim, dim), true, &[(1, 1)], Dtype::F32).is_err(), "{heads:?} {dim}");
+        for (q_heads, kv_heads, dim) in [(3, 2, 64), (0, 0, 64), (4, 2, 0), (4, 2, 60), (4, 2, 1 << 20)] {
+            let spec = timed("x", Heads::new(q_heads, kv_heads, dim), vec![(1, 1)]);
+            assert!(Problem::new(spec).is_err(), "{q_heads} {kv_heads} {dim}");
         }
+        let spec = timed("x", Heads::new(64, 64, 128), vec![(1, 1 << 20)]);
+        assert!(matches!(Problem::new(spec), Err(BenchError::Shape { .. })));
     }
 
-    /// One key: the output is its value. A wrong element is seen wherever it is.
+    /// Groups have the whole's values, and together its work and its rows.
     #[test]
-    fn reference_and_its_comparison() {
-        let problem = Problem::new("one", (2, 1), (8, 16), true, &[(1, 1), (2, 2)], Dtype::F16).unwrap();
-        let reference = problem.reference();
-        assert_eq!(reference.coverage(), (3, 3));
-        let mut found = problem.v[..16].repeat(2);
-        found.extend(problem.v[16..32].repeat(2));
-        found.extend([0.0; 32]);
-        assert!(reference.largest_error(&found) > 0.0, "the last row is not zero");
-        let last = reference.rows.iter().find(|(row, _)| *row == 2).unwrap().1.clone();
-        found.truncate(64);
-        found.extend(last.iter().map(|x| *x as f32));
-        assert!(reference.largest_error(&found) < 1e-6);
-        found[40] = f32::NAN;
-        assert_eq!(reference.largest_error(&found), f64::INFINITY);
-        assert_eq!(reference.largest_error(&found[1..]), f64::INFINITY);
+    fn groups_of_a_mixed_batch() {
+        let whole =
+            Problem::new(timed("x", Heads::new(2, 1, 8), vec![(3, 4), (1, 5), (0, 2), (1, 1), (2, 2)])).unwrap();
+        let groups = whole.groups().unwrap();
+        let [decodes, prompts] = &groups[..] else { panic!("{} groups", groups.len()) };
+        assert_eq!(
+            (decodes.case.lengths(), prompts.case.lengths()),
+            (vec![(1, 5), (1, 1)], vec![(3, 4), (0, 2), (2, 2)])
+        );
+        assert!(decodes.decodes() && !prompts.decodes());
+        assert_eq!(whole.flop(), decodes.flop() + prompts.flop());
+        // Queries stand for outputs, which have the same size here.
+        let words = |problem: &Problem| -> Vec<u32> { bytemuck::pod_collect_to_vec(problem.case.q().bytes()) };
+        assert_eq!(whole.in_groups(&words(&whole)), [words(decodes), words(prompts)].concat());
+        assert_eq!(prompts.rows_of(words(&whole)).len(), words(prompts).len());
+        assert_eq!(decodes.groups().unwrap().len(), 1);
     }
 }

@@ -1,12 +1,15 @@
 //! Paired rounds over shapes, baseline and limits.
 
+use std::collections::BTreeMap;
+
 use paged_attention::Choice;
 
 use crate::error::BenchError;
 use crate::gpu::{Gpu, best, median};
+use crate::judge::{Accuracy, Judge};
 use crate::limits::{FmaRate, Latency, ReadRate};
 use crate::paged::{Paged, Paging, Selection};
-use crate::problem::{ERROR_MAX, Problem};
+use crate::problem::Problem;
 use crate::unfused::Unfused;
 
 /// How to measure.
@@ -30,19 +33,50 @@ impl Options {
     pub const QUICK: Self = Self { rounds: 3, target_s: 0.01, ..Self::FULL };
 }
 
+/// Who computes a shape. In a round each has its turn in this order, or in the reverse.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Contender {
+    /// The call on one page per sequence.
+    Contiguous,
+    /// The call on scattered pages: the one that the figures are of.
+    Paged,
+    /// Decodes and prompts in calls of their own, where the shape has both.
+    Apart,
+    /// The call on scattered pages of a single token.
+    PageOfOne,
+    /// The unfused baseline; decodes and prompts in calls of their own.
+    Unfused,
+}
+
+impl Contender {
+    /// As reports call it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Contiguous => "contiguous",
+            Self::Paged => "paged",
+            Self::Apart => "apart",
+            Self::PageOfOne => "page_of_one",
+            Self::Unfused => "unfused",
+        }
+    }
+}
+
 /// What one shape showed, a value per round.
 #[derive(Clone, Debug, Default)]
 pub struct Series {
-    /// Seconds of the call on scattered pages.
-    pub paged: Vec<f64>,
-    /// Seconds of the same call on one page per sequence.
-    pub contiguous: Vec<f64>,
-    /// Seconds of the unfused baseline; none where it cannot run.
-    pub unfused: Vec<f64>,
+    /// Seconds of each contender that takes part.
+    pub seconds: BTreeMap<Contender, Vec<f64>>,
     /// Reading rate in 10^9 bytes per second at the size of this shape's keys and values.
     pub read_gbps: Vec<f64>,
     /// The way of reading that was the fastest in the last round.
     pub read_pattern: String,
+}
+
+impl Series {
+    /// Seconds of one contender; none where it takes no part.
+    pub fn of(&self, contender: Contender) -> &[f64] {
+        self.seconds.get(&contender).map_or(&[], Vec::as_slice)
+    }
 }
 
 /// The adapter's limits, a value per round.
@@ -69,8 +103,10 @@ pub struct Measured {
     pub stepped_down: Vec<String>,
     /// How the runner chose, where it did.
     pub choice: Option<Choice>,
-    /// Largest distance from float64: paged, contiguous, and unfused where it ran.
-    pub errors: Vec<(&'static str, f64)>,
+    /// Microseconds to record the call.
+    pub encode_us: f64,
+    /// The worst of the call and the baseline. Other contenders have the call's bits.
+    pub accuracy: Accuracy,
     /// Output rows that were compared, and that there are.
     pub coverage: (usize, usize),
     /// Why there is no baseline.
@@ -82,12 +118,12 @@ pub struct Measured {
 impl Measured {
     /// Median of the paged call's times.
     pub fn median_s(&self) -> f64 {
-        median(&self.series.paged)
+        median(self.series.of(Contender::Paged))
     }
 
     /// Least of the paged call's times.
     pub fn best_s(&self) -> f64 {
-        best(&self.series.paged)
+        best(self.series.of(Contender::Paged))
     }
 
     /// 10^9 operations per second at the median.
@@ -105,23 +141,16 @@ impl Measured {
         self.series.read_gbps.iter().copied().fold(0.0, f64::max)
     }
 
-    /// The limit that this shape runs into: best over best, of the multiply-add rate or, for a decode, of reading.
+    /// The share of what the adapter can do at most, best over best: of the multiply-add rate, of the reading rate for
+    /// sequences with one query row.
     pub fn share(&self, limits: &Limits) -> f64 {
-        if self.problem.decodes() {
-            1e-9 * self.problem.kv_bytes() / self.best_s() / self.read_gbps()
-        } else {
-            1e-9 * self.problem.flop() / self.best_s() / limits.fma_best()
-        }
+        self.problem.limit_s(limits.fma_best(), self.read_gbps()) / self.best_s()
     }
 
-    /// Median of the rounds' ratios of times on scattered pages to times on contiguous ones.
-    pub fn paged_over_contiguous(&self) -> f64 {
-        median(&ratios(&self.series.paged, &self.series.contiguous))
-    }
-
-    /// Median of the rounds' ratios of the baseline's times to ours.
-    pub fn unfused_over_this(&self) -> Option<f64> {
-        let ratios = ratios(&self.series.unfused, &self.series.paged);
+    /// Median of the rounds' ratios of one contender's time to another's; `None` where one takes no part.
+    pub fn ratio(&self, over: Contender, under: Contender) -> Option<f64> {
+        let rounds = self.series.of(over).iter().zip(self.series.of(under));
+        let ratios: Vec<f64> = rounds.map(|(over, under)| over / under).collect();
         (!ratios.is_empty()).then(|| median(&ratios))
     }
 }
@@ -133,19 +162,21 @@ impl Limits {
     }
 }
 
-fn ratios(over: &[f64], under: &[f64]) -> Vec<f64> {
-    over.iter().zip(under).map(|(over, under)| over / under).collect()
+/// A contender that is ready to be timed.
+struct Entry {
+    contender: Contender,
+    record: Box<dyn Fn(&mut wgpu::CommandEncoder)>,
+    /// Calls per timing.
+    repeats: u32,
 }
 
 struct Timed {
     measured: Measured,
-    paged: Paged,
-    contiguous: Paged,
-    unfused: Option<Unfused>,
+    entries: Vec<Entry>,
     read: ReadRate,
-    repeats: [u32; 3],
-    /// Bits of the checked output, to be compared once more at the end.
-    out: Vec<u32>,
+    /// The call's output, and the bits that were judged: to be compared once more at the end.
+    out: wgpu::Buffer,
+    bits: Vec<u32>,
 }
 
 /// Shapes that were checked and are ready for rounds.
@@ -178,7 +209,7 @@ impl Session {
         let latency = Latency::new(gpu)?;
         let mut shapes = Vec::new();
         for problem in problems {
-            step(&format!("checking {}", problem.name));
+            step(&format!("checking {}", problem.name()));
             shapes.push(prepare(gpu, problem, &options)?);
         }
         Ok(Self { options, fma, latency, limits: Limits::default(), shapes })
@@ -201,15 +232,15 @@ impl Session {
                 order.reverse();
             }
             for shape in order {
-                step(&format!("round {} of {rounds}, {}", round + 1, shape.measured.problem.name));
+                step(&format!("round {} of {rounds}, {}", round + 1, shape.measured.problem.name()));
                 shape.round(gpu, backwards)?;
             }
         }
         for shape in &self.shapes {
-            if gpu.read::<u32>(&shape.paged.out)? != shape.out {
+            if gpu.read::<u32>(&shape.out)? != shape.bits {
                 return Err(BenchError::Device(format!(
                     "{}: the output is not the one that was checked",
-                    shape.measured.problem.name
+                    shape.measured.problem.name()
                 )));
             }
         }
@@ -219,25 +250,18 @@ impl Session {
 
 impl Timed {
     fn round(&mut self, gpu: &Gpu, backwards: bool) -> Result<(), BenchError> {
-        let mut order = [0, 1, 2, 3];
-        if backwards {
-            order.reverse();
-        }
-        let [paged, contiguous, unfused] = self.repeats;
-        let timed = |record: &dyn Fn(&mut wgpu::CommandEncoder), repeats: u32| -> Result<f64, BenchError> {
-            Ok(gpu.seconds(record, repeats)? / f64::from(repeats))
-        };
         let series = &mut self.measured.series;
-        for contender in order {
-            match contender {
-                0 => series.paged.push(timed(&|encoder| self.paged.encode(encoder), paged)?),
-                1 => series.contiguous.push(timed(&|encoder| self.contiguous.encode(encoder), contiguous)?),
-                2 => {
-                    if let Some(baseline) = &self.unfused {
-                        series.unfused.push(timed(&|encoder| baseline.encode(encoder), unfused)?);
-                    }
+        let mut entries: Vec<Option<&Entry>> = self.entries.iter().map(Some).chain([None]).collect();
+        if backwards {
+            entries.reverse();
+        }
+        for entry in entries {
+            match entry {
+                Some(Entry { contender, record, repeats }) => {
+                    let seconds = gpu.seconds(record, *repeats)? / f64::from(*repeats);
+                    series.seconds.entry(*contender).or_default().push(seconds);
                 }
-                _ => {
+                None => {
                     let (rate, pattern) = self.read.gbps(gpu)?;
                     series.read_gbps.push(rate);
                     series.read_pattern = pattern.to_owned();
@@ -249,86 +273,120 @@ impl Timed {
 }
 
 fn prepare(gpu: &mut Gpu, problem: Problem, options: &Options) -> Result<Timed, BenchError> {
-    let reference = problem.reference();
-    let paged = Paged::new(gpu, &problem, Paging::Scattered(options.page_size), options.selection)?;
-    let contiguous = Paged::new(gpu, &problem, Paging::Contiguous, options.selection)?;
-    let (unfused, no_unfused) = match Unfused::new(gpu, &problem) {
-        Ok(unfused) => (Some(unfused), None),
-        Err(BenchError::Shape { why, .. }) => (None, Some(why)),
+    let Options { selection, page_size, .. } = *options;
+    let judge = Judge::new(&problem)?;
+    let paged = Paged::new(gpu, &problem, Paging::Scattered(page_size), selection)?;
+    let mut accuracy = paged.accuracy(gpu, &judge, Contender::Paged.name())?;
+    let (bits, encode_us) = (paged.bits(gpu)?, paged.encode_us(gpu));
+    let (kernel, compile_ms, stepped_down) = (paged.kernel.clone(), paged.compile_ms, paged.stepped_down.clone());
+    let choice = paged.choice.clone();
+
+    type Records = Vec<(Contender, Box<dyn Fn(&mut wgpu::CommandEncoder)>)>;
+    let mut records: Records = Vec::new();
+    // Pages and neighbours change no bit of a result.
+    let same = |contender: Contender, found: &[u32], needed: &[u32]| match found == needed {
+        true => Ok(()),
+        false => Err(BenchError::Differs { name: problem.name().to_owned(), contender: contender.name() }),
+    };
+    for (contender, paging) in
+        [(Contender::Contiguous, Paging::Contiguous), (Contender::PageOfOne, Paging::Scattered(1))]
+    {
+        let call = Paged::new(gpu, &problem, paging, selection)?;
+        same(contender, &call.bits(gpu)?, &bits)?;
+        records.push((contender, Box::new(move |encoder| call.encode(encoder))));
+    }
+    let groups = problem.groups()?;
+    if groups.len() > 1 {
+        let mut calls = Vec::new();
+        let mut found = Vec::new();
+        for group in &groups {
+            let call = Paged::new(gpu, group, Paging::Scattered(page_size), selection)?;
+            found.extend(group.rows_of(call.bits(gpu)?));
+            calls.push(call);
+        }
+        same(Contender::Apart, &found, &problem.in_groups(&bits))?;
+        records.push((Contender::Apart, Box::new(move |encoder| calls.iter().for_each(|call| call.encode(encoder)))));
+    }
+    let unfused: Result<Vec<Unfused>, _> = groups.iter().map(|group| Unfused::new(gpu, group)).collect();
+    let no_unfused = match unfused {
+        Ok(baselines) => {
+            for (baseline, group) in baselines.iter().zip(&groups) {
+                gpu.seconds(&|encoder| baseline.encode(encoder), 1)?;
+                accuracy = accuracy.or_worse(baseline.accuracy(gpu, &Judge::new(group)?)?);
+            }
+            let record = move |encoder: &mut _| baselines.iter().for_each(|baseline| baseline.encode(encoder));
+            records.push((Contender::Unfused, Box::new(record)));
+            None
+        }
+        Err(BenchError::Shape { why, .. }) => Some(why),
         Err(error) => return Err(error),
     };
-    let mut errors = Vec::new();
-    let mut repeats = [1; 3];
-    type Encode<'a> = Box<dyn Fn(&mut wgpu::CommandEncoder) + 'a>;
-    let contenders: [Option<(&'static str, Encode<'_>, &wgpu::Buffer)>; 3] = [
-        Some(("paged", Box::new(|encoder: &mut _| paged.encode(encoder)), &paged.out)),
-        Some(("contiguous", Box::new(|encoder: &mut _| contiguous.encode(encoder)), &contiguous.out)),
-        unfused.as_ref().map(|unfused| {
-            let encode: Encode<'_> = Box::new(|encoder: &mut _| unfused.encode(encoder));
-            ("unfused", encode, &unfused.out)
-        }),
-    ];
-    for (contender, repeats) in contenders.iter().zip(&mut repeats) {
-        let Some((contender, encode, out)) = contender else { continue };
-        *repeats = gpu.repeats(&**encode, options.target_s)?;
-        let error = reference.largest_error(&gpu.read(out)?);
-        if error > ERROR_MAX {
-            return Err(BenchError::Wrong { name: problem.name.clone(), contender, error, allowed: ERROR_MAX });
-        }
-        errors.push((*contender, error));
+    let out = paged.out.clone();
+    records.push((Contender::Paged, Box::new(move |encoder| paged.encode(encoder))));
+
+    let mut entries = Vec::new();
+    for (contender, record) in records {
+        let repeats = gpu.repeats(&record, options.target_s)?;
+        entries.push(Entry { contender, record, repeats });
     }
-    drop(contenders);
+    entries.sort_by_key(|entry| entry.contender);
     let read = ReadRate::new(gpu, problem.kv_bytes(), options.target_s)?;
-    let out = gpu.read(&paged.out)?;
+    let coverage = judge.coverage();
+    let series = Series::default();
     let measured = Measured {
-        kernel: paged.kernel.clone(),
-        compile_ms: paged.compile_ms,
-        stepped_down: paged.stepped_down.clone(),
-        choice: paged.choice.clone(),
-        errors,
-        coverage: reference.coverage(),
+        kernel,
+        compile_ms,
+        stepped_down,
+        choice,
+        encode_us,
+        accuracy,
+        coverage,
         no_unfused,
-        series: Series::default(),
+        series,
         problem,
     };
-    Ok(Timed { measured, paged, contiguous, unfused, read, repeats, out })
+    Ok(Timed { measured, entries, read, out, bits })
 }
 
 #[cfg(test)]
 mod tests {
+    use paged_attention_cases::{CaseSpec, Heads, Seq};
+
     use super::*;
 
     /// What is published follows from the rounds: ratios inside a round, shares best over best.
     #[test]
     fn figures_from_rounds() {
-        let problem = Problem::new("x", (1, 1), (8, 8), true, &[(2, 2)], paged_attention::Dtype::F32).unwrap();
+        let spec = CaseSpec::new("x", Heads::new(1, 1, 8), [(2, 2)]).causal(true);
+        let decode = Problem::new(spec.clone().seqs(vec![Seq { q_len: 1, ..spec.seqs[0] }])).unwrap();
+        let problem = Problem::new(spec).unwrap();
         let (flop, bytes) = (problem.flop(), problem.kv_bytes());
-        let series = Series {
-            paged: vec![1.0, 2.0, 4.0],
-            contiguous: vec![1.0, 1.0, 4.0],
-            unfused: vec![3.0, 8.0, 8.0],
-            read_gbps: vec![1.0, 5.0, 2.0],
-            read_pattern: String::new(),
-        };
+        let seconds = [
+            (Contender::Paged, vec![1.0, 2.0, 4.0]),
+            (Contender::Contiguous, vec![1.0, 1.0, 4.0]),
+            (Contender::Unfused, vec![3.0, 8.0, 8.0]),
+        ];
+        let series = Series { seconds: seconds.into(), read_gbps: vec![1.0, 5.0, 2.0], read_pattern: String::new() };
         let mut measured = Measured {
             problem,
             kernel: String::new(),
             compile_ms: 0.0,
             stepped_down: Vec::new(),
             choice: None,
-            errors: Vec::new(),
+            encode_us: 0.0,
+            accuracy: Accuracy { max_abs_error: 0.0, max_bound_ratio: 0.0 },
             coverage: (2, 2),
             no_unfused: None,
             series,
         };
         let limits = Limits { fma_gflops: vec![3.0, 10.0], ..Limits::default() };
         assert_eq!((measured.median_s(), measured.best_s()), (2.0, 1.0));
-        assert_eq!((measured.paged_over_contiguous(), measured.unfused_over_this()), (1.0, Some(3.0)));
+        assert_eq!(measured.ratio(Contender::Paged, Contender::Contiguous), Some(1.0));
+        assert_eq!(measured.ratio(Contender::Unfused, Contender::Paged), Some(3.0));
+        assert_eq!(measured.ratio(Contender::Paged, Contender::Apart), None);
         assert_eq!(measured.gflops(), 1e-9 * flop / 2.0);
-        assert_eq!(measured.share(&limits), 1e-9 * flop / 1.0 / 10.0);
-        measured.problem.lengths = vec![(1, 2)];
-        assert_eq!(measured.share(&limits), 1e-9 * bytes / 1.0 / 5.0);
-        measured.series.unfused.clear();
-        assert_eq!(measured.unfused_over_this(), None);
+        assert_eq!(measured.share(&limits), 1e-9 * (flop / 10.0) / 1.0);
+        measured.problem = decode;
+        assert_eq!(measured.share(&limits), 1e-9 * (bytes / 5.0) / 1.0);
     }
 }

@@ -1,6 +1,7 @@
 //! `paged-attention bench`: checked first, then timed in rounds together with the adapter's limits and a baseline.
 
 mod args;
+mod growth;
 mod plot;
 mod report;
 mod shape;
@@ -9,7 +10,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressStyle};
-use paged_attention_bench_kit::{BenchError, Gpu, Options, Problem, Session};
+use paged_attention_bench_kit::{BenchError, Gpu, Growth, Options, Problem, Session};
 
 pub use args::BenchArgs;
 
@@ -17,52 +18,45 @@ use crate::attend::{complain, print, printed};
 use crate::choosing::Choosing;
 use crate::device::guard;
 use crate::report as exit;
+use growth::GrowthReport;
 use report::Report;
 
 /// Runs the subcommand and returns the exit status.
 pub fn run(args: &BenchArgs) -> u8 {
-    match measured(args) {
-        Ok(report) => printed(print(args.json, &report, || report.text()), exit::PASSED),
-        Err((status, message)) => {
-            complain(&message);
-            status
-        }
-    }
+    let ran = if args.growth {
+        measured(args, Growth::steps(points(args), &args.options()), curves, plot::curves)
+            .map(|report| printed(print(args.json, &report, || report.text()), exit::PASSED))
+    } else {
+        measured(args, Session::steps(args.shapes().len(), &args.options()), rounds, plot::shares)
+            .map(|report| printed(print(args.json, &report, || report.text()), exit::PASSED))
+    };
+    ran.unwrap_or_else(|(status, message)| {
+        complain(&message);
+        status
+    })
 }
 
-fn measured(args: &BenchArgs) -> Result<Report, (u8, String)> {
+fn points(args: &BenchArgs) -> usize {
+    args.growth_shapes().iter().map(Vec::len).sum()
+}
+
+/// Measures with a progress bar of so many steps, and draws.
+fn measured<R>(
+    args: &BenchArgs,
+    steps: usize,
+    measure: impl FnOnce(&BenchArgs, &mut Gpu, Options, &mut dyn FnMut(&str)) -> Result<R, BenchError>,
+    draw: impl FnOnce(&R) -> Result<String, String>,
+) -> Result<R, (u8, String)> {
     let unusable = |message: String| (exit::UNUSABLE, message);
     if let Some(place) = &args.plot {
         check_place(place).map_err(unusable)?;
     }
     let choosing = Choosing::load(&args.choosing).map_err(|error| unusable(error.to_string()))?;
-    let problems: Vec<Problem> =
-        args.shapes().map(|shape| shape.problem(args.dtype)).collect::<Result<_, _>>().map_err(failure)?;
-    let options = args.options();
-
-    let progress = ProgressBar::new(Session::steps(problems.len(), &options) as u64);
+    let progress = ProgressBar::new(steps as u64);
     if let Ok(style) = ProgressStyle::with_template("{bar:30} {pos}/{len} {elapsed} {wide_msg}") {
         progress.set_style(style);
     }
     progress.enable_steady_tick(Duration::from_millis(500));
-    let report = guard(|| Ok(rounds(args, &choosing, problems, options, &progress)))
-        .unwrap_or_else(|message| Err((exit::NO_DEVICE, message)));
-    progress.finish_and_clear();
-    let report = report?;
-    if let Some(place) = &args.plot {
-        let write = plot::svg(&report).and_then(|svg| std::fs::write(place, svg).map_err(|error| error.to_string()));
-        write.map_err(|error| unusable(format!("{}: {error}", place.display())))?;
-    }
-    Ok(report)
-}
-
-fn rounds(
-    args: &BenchArgs,
-    choosing: &Choosing,
-    problems: Vec<Problem>,
-    options: Options,
-    progress: &ProgressBar,
-) -> Result<Report, (u8, String)> {
     // A step is done when the next begins.
     let mut begun = false;
     let mut step = |what: &str| {
@@ -70,18 +64,49 @@ fn rounds(
         begun = true;
         progress.set_message(what.to_owned());
     };
-    let mut gpu = Gpu::open(args.adapter.as_deref()).map_err(failure)?;
-    choosing.apply(&mut gpu.runner).map_err(|error| (exit::UNUSABLE, error.to_string()))?;
-    let session = Session::new(&mut gpu, problems, options, &mut step).map_err(failure)?;
-    let (limits, shapes) = session.run(&gpu, &mut step).map_err(failure)?;
+    let report = guard(|| {
+        Ok(Gpu::open(args.adapter.as_deref()).map_err(failure).and_then(|mut gpu| {
+            choosing.apply(&mut gpu.runner).map_err(|error| unusable(error.to_string()))?;
+            measure(args, &mut gpu, args.options(), &mut step).map_err(failure)
+        }))
+    })
+    .unwrap_or_else(|message| Err((exit::NO_DEVICE, message)));
+    progress.finish_and_clear();
+    let report = report?;
+    if let Some(place) = &args.plot {
+        let write = draw(&report).and_then(|svg| std::fs::write(place, svg).map_err(|error| error.to_string()));
+        write.map_err(|error| unusable(format!("{}: {error}", place.display())))?;
+    }
+    Ok(report)
+}
+
+fn rounds(
+    args: &BenchArgs,
+    gpu: &mut Gpu,
+    options: Options,
+    step: &mut dyn FnMut(&str),
+) -> Result<Report, BenchError> {
+    let problems = args.shapes().into_iter().map(Problem::new).collect::<Result<_, _>>()?;
+    let session = Session::new(gpu, problems, options, step)?;
+    let (limits, shapes) = session.run(gpu, step)?;
     Ok(Report::new(gpu.runner.adapter_info(), args, &options, &limits, &shapes))
+}
+
+fn curves(
+    args: &BenchArgs,
+    gpu: &mut Gpu,
+    options: Options,
+    step: &mut dyn FnMut(&str),
+) -> Result<GrowthReport, BenchError> {
+    let growth = Growth::measure(gpu, args.growth_shapes(), &options, step)?;
+    Ok(GrowthReport::new(gpu.runner.adapter_info(), args, &options, &growth))
 }
 
 /// Exit status and message.
 fn failure(error: BenchError) -> (u8, String) {
     let status = match &error {
         BenchError::Shape { .. } => exit::UNUSABLE,
-        BenchError::Wrong { .. } => exit::OUTSIDE,
+        BenchError::Wrong { .. } | BenchError::Differs { .. } => exit::OUTSIDE,
         BenchError::Run { error, .. } if refuses(error) => exit::UNUSABLE,
         BenchError::Adapter(_) | BenchError::Run { .. } | BenchError::Device(_) => exit::NO_DEVICE,
     };

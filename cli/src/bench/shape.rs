@@ -1,68 +1,26 @@
 //! `--shape`.
 
-use paged_attention_bench_kit::{BenchError, NAMES, Problem};
-
-use super::args::BenchDtype;
-
-/// A shape to measure.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Shape {
-    /// One of the named ones.
-    Named(&'static str),
-    /// One of the user's own.
-    Custom(Custom),
-}
-
-/// `q=..,kv=..,heads=Q/KV,dim=..`, and `seqs=..`.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Custom {
-    /// As it was written.
-    name: String,
-    q: u32,
-    kv: u32,
-    heads: (u32, u32),
-    dim: u32,
-    seqs: u32,
-}
+use paged_attention_cases::{CaseSpec, Heads, speed, timed};
 
 /// What one `--shape` stands for.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Shapes(pub Vec<Shape>);
-
-impl Shape {
-    /// As reports call it.
-    pub fn name(&self) -> &str {
-        match self {
-            Self::Named(name) => name,
-            Self::Custom(custom) => &custom.name,
-        }
-    }
-
-    /// Its tensors.
-    pub fn problem(&self, dtype: BenchDtype) -> Result<Problem, BenchError> {
-        match self {
-            Self::Named(name) => Problem::named(name, dtype.into()),
-            Self::Custom(Custom { name, q, kv, heads, dim, seqs }) => {
-                let lengths = vec![(*q, *kv); *seqs as usize];
-                Problem::new(name, *heads, (*dim, *dim), true, &lengths, dtype.into())
-            }
-        }
-    }
-}
+#[derive(Clone, Debug, PartialEq)]
+pub struct Shapes(pub Vec<CaseSpec>);
 
 /// Sequences of a batch: the plan for many more takes longer than the measuring.
 const SEQS_MAX: u32 = 4096;
 
 /// Parses one `--shape`.
 pub fn parse(text: &str) -> Result<Shapes, String> {
+    let named = speed();
     if text.eq_ignore_ascii_case("all") {
-        return Ok(Shapes(NAMES.map(Shape::Named).to_vec()));
+        return Ok(Shapes(named));
     }
-    if let Some(name) = NAMES.iter().find(|name| name.eq_ignore_ascii_case(text)) {
-        return Ok(Shapes(vec![Shape::Named(name)]));
+    let names: Vec<&str> = named.iter().map(|spec| spec.name.as_str()).collect();
+    if let Some(spec) = named.iter().find(|spec| spec.name.eq_ignore_ascii_case(text)) {
+        return Ok(Shapes(vec![spec.clone()]));
     }
     if !text.contains('=') {
-        return Err(format!("{}, all, or q=..,kv=..,heads=Q/KV,dim=..[,seqs=..] is needed", NAMES.join(", ")));
+        return Err(format!("{}, all, or q=..,kv=..,heads=Q/KV,dim=..[,seqs=..] is needed", names.join(", ")));
     }
     let (mut q, mut kv, mut heads, mut dim, mut seqs) = (None, None, None, None, None);
     for part in text.split(',') {
@@ -83,11 +41,11 @@ pub fn parse(text: &str) -> Result<Shapes, String> {
         set(place, key, number(key, value)?)?;
     }
     let needed = |value: Option<u32>, key: &str| value.ok_or_else(|| format!("{key}=.. is missing"));
-    let heads = heads.ok_or("heads=Q/KV is missing")?;
+    let (q_heads, kv_heads) = heads.ok_or("heads=Q/KV is missing")?;
     let (q, kv, dim) = (needed(q, "q")?, needed(kv, "kv")?, needed(dim, "dim")?);
     let seqs = seqs.unwrap_or(1);
-    if heads.0 % heads.1 != 0 {
-        return Err(format!("heads={}/{}: query heads are a multiple of KV heads", heads.0, heads.1));
+    if q_heads % kv_heads != 0 {
+        return Err(format!("heads={q_heads}/{kv_heads}: query heads are a multiple of KV heads"));
     }
     if q > kv {
         return Err(format!("q={q},kv={kv}: the mask is causal, so a query row needs its key"));
@@ -95,7 +53,7 @@ pub fn parse(text: &str) -> Result<Shapes, String> {
     if seqs > SEQS_MAX {
         return Err(format!("seqs={seqs}: {SEQS_MAX} are allowed"));
     }
-    Ok(Shapes(vec![Shape::Custom(Custom { name: text.to_owned(), q, kv, heads, dim, seqs })]))
+    Ok(Shapes(vec![timed(text, Heads::new(q_heads, kv_heads, dim), vec![(q, kv); seqs as usize])]))
 }
 
 fn number(key: &str, text: &str) -> Result<u32, String> {
@@ -119,11 +77,11 @@ mod tests {
     #[test]
     fn custom_shapes() {
         let Shapes(shapes) = parse("heads=9/3, q=1,kv=77,dim=64,seqs=2").unwrap();
-        let problem = shapes[0].problem(BenchDtype::F16).unwrap();
-        assert_eq!(shapes.len(), 1);
-        assert_eq!((problem.q_heads, problem.kv_heads, problem.head_dim), (9, 3, 64));
-        assert_eq!(problem.lengths, [(1, 77), (1, 77)]);
-        assert!(problem.decodes());
+        let [spec] = &shapes[..] else { panic!("{shapes:?}") };
+        assert_eq!(spec.heads, Heads::new(9, 3, 64));
+        let lengths: Vec<_> = spec.seqs.iter().map(|seq| (seq.q_len, seq.kv_len)).collect();
+        assert_eq!(lengths, [(1, 77), (1, 77)]);
+        assert!(spec.causal);
     }
 
     #[test]

@@ -15,13 +15,18 @@ fn refusals_touch_no_adapter() {
         (vec!["--plot", "none/there.svg"], "no folder none"),
         (vec!["--variants", "best"], "chosen, quick, base"),
         (vec!["--tuning", "none.txt"], "--tuning none.txt"),
+        (vec!["--growth", "--plot", "none/there.svg"], "no folder none"),
+        (vec!["--growth", "--shape", "P1"], "cannot be used with"),
+        (vec!["--page-size", "0"], "--page-size"),
     ] {
         let run = without_adapter(folder.path(), &[vec!["bench"], args.clone()].concat());
         assert_eq!((run.code, run.stdout.as_str()), (Some(2), ""), "{args:?}: {run:?}");
         assert!(run.stderr.contains(says), "{args:?}: {run:?}");
     }
-    let run = without_adapter(folder.path(), &["bench", "--quick"]);
-    assert_eq!((run.code, run.stdout.as_str()), (Some(3), ""), "{run:?}");
+    for growth in [&["bench", "--quick"][..], &["bench", "--quick", "--growth"]] {
+        let run = without_adapter(folder.path(), growth);
+        assert_eq!((run.code, run.stdout.as_str()), (Some(3), ""), "{run:?}");
+    }
     assert!(names_in(folder.path()).is_empty());
 }
 
@@ -52,7 +57,10 @@ fn fields_of_the_report() {
                 "read_gbps",
                 "share",
                 "paged_over_contiguous",
+                "page_of_one_over_contiguous",
                 "unfused_over_this",
+                "encode_us",
+                "max_bound_ratio",
             ] {
                 assert!(shape[key].as_f64() > Some(0.0), "{key}: {shape}");
             }
@@ -62,6 +70,8 @@ fn fields_of_the_report() {
             assert_eq!((&choice["by"], &choice["rule"]["prefill"]), (&"rule".into(), &choice["prefill"]), "{shape}");
             assert!(choice["compile"]["decode_ms"].as_f64() > Some(0.0), "{shape}");
             assert!(shape["max_abs_error"].as_f64() < Some(1e-5), "{shape}");
+            assert!(shape["max_bound_ratio"].as_f64() <= Some(1.0), "{shape}");
+            assert!(shape["together_over_apart"].is_null(), "{shape}");
             // The share follows from what is reported beside it.
             let number = |key: &str| shape[key].as_f64().unwrap();
             let (work, limit) = match shape["limit"].as_str() {
@@ -76,6 +86,61 @@ fn fields_of_the_report() {
         assert!(kernel.starts_with("decode-") && kernel.ends_with("+merge"), "{kernel}");
         let svg = std::fs::read_to_string(folder.path().join("plot.svg")).unwrap();
         assert!(svg.starts_with("<svg") && svg.contains(decode), "{svg}");
+    }
+}
+
+/// A batch of prompts and decodes, in its own columns.
+#[test]
+fn mixed_batch() {
+    if skipped() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let report = run(folder.path(), &["bench", "--quick", "--json", "--shape", "M1", "--page-size", "8"]).json();
+    let shape = &report["shapes"][0];
+    assert_eq!((&shape["limit"], &report["page_size"]), (&"fma+read".into(), &8.into()), "{report}");
+    let median = |key: &str| {
+        let mut seconds: Vec<f64> =
+            shape["seconds"][key].as_array().unwrap().iter().map(|value| value.as_f64().unwrap()).collect();
+        assert_eq!(seconds.len(), 3, "{shape}");
+        seconds.sort_by(f64::total_cmp);
+        seconds[1]
+    };
+    // Two calls that do what the one does take neither half nor twice its time.
+    assert!((0.5..2.0).contains(&(median("paged") / median("apart"))), "{shape}");
+    assert!((0.5..2.0).contains(&shape["together_over_apart"].as_f64().unwrap()), "{shape}");
+    for kernel in ["prefill-", "decode-", "merge"] {
+        assert!(shape["kernel"].as_str().unwrap().contains(kernel), "{shape}");
+    }
+}
+
+#[test]
+fn growth_with_a_figure() {
+    if skipped() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let arguments = ["bench", "--growth", "--quick", "--dtype", "f16", "--plot", "growth.svg"];
+    let run_json = run(folder.path(), &[&arguments[..], &["--json"]].concat());
+    assert_eq!(run_json.code, Some(0), "{run_json:?}");
+    let report = run_json.json();
+    for (curve, lengths) in [("prefill", [512, 1024, 2048]), ("decode", [1024, 2048, 4096])] {
+        let points = report[curve]["points"].as_array().unwrap();
+        let found: Vec<_> = points.iter().map(|point| point["kv_len"].as_u64().unwrap()).collect();
+        assert_eq!(found, lengths, "{report}");
+        for point in points {
+            assert!(point["best_ms"].as_f64() <= point["median_ms"].as_f64(), "{point}");
+            assert!(point["max_bound_ratio"].as_f64() <= Some(1.0), "{point}");
+            assert!(point["rows_checked"].as_u64() > Some(0), "{point}");
+        }
+    }
+    // Short ones on a machine that may be busy: only that prompts grow faster than single tokens do.
+    let exponent = report["prefill"]["exponent"].as_f64().unwrap();
+    assert!((1.3..2.7).contains(&exponent), "{report}");
+    let svg = std::fs::read_to_string(folder.path().join("growth.svg")).unwrap();
+    assert!(svg.starts_with("<svg") && svg.matches("<circle").count() == 6, "{svg}");
+    for says in [format!("power of {exponent:.3}"), "ns per key".to_owned()] {
+        assert!(svg.contains(&says), "{says}: {svg}");
     }
 }
 

@@ -1,17 +1,20 @@
 //! The baseline: attention as three kernels that write scores and weights to memory, on contiguous f32 tensors.
 
+use paged_attention::Chains;
+use paged_attention_cases::Heads;
+
 use crate::error::BenchError;
 use crate::gpu::{Gpu, dispatch};
-use crate::problem::Problem;
+use crate::judge::{Accuracy, Judge};
+use crate::problem::{Packed, Problem};
 
 /// Buffers, pipelines and bind groups of one problem.
 #[derive(Debug)]
 pub struct Unfused {
     steps: Vec<Step>,
     /// `[total_q, q_heads, v_head_dim]`.
-    pub out: wgpu::Buffer,
-    /// Size of the score matrix.
-    pub score_bytes: u64,
+    out: wgpu::Buffer,
+    chains: Vec<Chains>,
 }
 
 #[derive(Debug)]
@@ -30,12 +33,13 @@ impl Unfused {
     /// # Errors
     /// [`BenchError::Shape`] where the scores do not fit into a binding or a grid: what fused kernels do not need.
     pub fn new(gpu: &Gpu, problem: &Problem) -> Result<Self, BenchError> {
-        let Problem { q_heads, kv_heads, head_dim, v_head_dim, causal, .. } = *problem;
-        let refuse = |why: String| Err(BenchError::Shape { name: problem.name.clone(), why });
+        let Heads { q_heads, kv_heads, head_dim, v_head_dim } = problem.spec().heads;
+        let refuse = |why: String| Err(BenchError::Shape { name: problem.name().to_owned(), why });
 
         let mut table: Vec<u32> = Vec::new();
         let (mut q_start, mut kv_start, mut score_count) = (0, 0, 0u64);
-        for (q_len, kv_len) in problem.lengths.iter().copied() {
+        let lengths = problem.case().lengths();
+        for (q_len, kv_len) in lengths.iter().copied() {
             // A sequence without keys still has a row to point at.
             let stride = kv_len.max(1).next_multiple_of(4);
             let Ok(start) = u32::try_from(score_count) else {
@@ -48,17 +52,16 @@ impl Unfused {
         }
         let score_bytes = 4 * score_count;
         let binding_bytes = gpu.binding_bytes_max();
-        let tensor_bytes =
-            4 * [&problem.q, &problem.k, &problem.v].map(|tensor| tensor.len() as u64).into_iter().max().unwrap_or(0);
+        let Packed { k, v, .. } = problem.packed()?;
+        let tensors = [problem.case().q(), k, v].map(paged_attention::Tensor::to_f32);
+        let tensor_bytes = 4 * tensors.iter().map(|tensor| tensor.len() as u64).max().unwrap_or(0);
         if score_bytes.max(tensor_bytes) > binding_bytes {
             return refuse(format!(
                 "{score_bytes} bytes of scores, {tensor_bytes} of a tensor; a binding holds {binding_bytes}"
             ));
         }
 
-        let q = gpu.upload("q", &problem.q);
-        let k = gpu.upload("k", &problem.k);
-        let v = gpu.upload("v", &problem.v);
+        let [q, k, v] = tensors.map(|tensor| gpu.upload("rows", &tensor));
         let seqs = gpu.upload("seqs", &table);
         let scores = gpu.zeros("scores", score_count);
         let out = gpu.zeros("out", u64::from(q_start * q_heads * v_head_dim));
@@ -66,17 +69,18 @@ impl Unfused {
         let prelude = format!(
             "const Q_HEADS: u32 = {q_heads}u;\nconst KV_HEADS: u32 = {kv_heads}u;\n\
              const HEAD_DIM: u32 = {head_dim}u;\nconst V_HEAD_DIM: u32 = {v_head_dim}u;\n\
-             const SCALE: f32 = {:?}f;\nconst CAUSAL: bool = {causal};\n",
-            problem.scale,
+             const SCALE: f32 = {:?}f;\nconst CAUSAL: bool = {};\n",
+            problem.case().options().scale as f32,
+            problem.case().options().causal,
         );
         let step = |name: &str, source: &str, buffers: &[&wgpu::Buffer], grid: [u32; 3]| {
             let pipeline = gpu.pipeline(name, format!("{prelude}{}{source}", include_str!("common.wgsl")));
             Step { bind_group: gpu.bind(&pipeline, buffers), pipeline, grid }
         };
 
-        let seq_count = problem.lengths.len() as u32;
-        let q_len_max = problem.lengths.iter().map(|(q_len, _)| *q_len).max().unwrap_or(0);
-        let kv_len_max = problem.lengths.iter().map(|(_, kv_len)| *kv_len).max().unwrap_or(0);
+        let seq_count = lengths.len() as u32;
+        let q_len_max = lengths.iter().map(|(q_len, _)| *q_len).max().unwrap_or(0);
+        let kv_len_max = lengths.iter().map(|(_, kv_len)| *kv_len).max().unwrap_or(0);
         let rows = q_len_max.div_ceil(64);
         let columns = v_head_dim.div_ceil(64);
         let heads = seq_count * q_heads;
@@ -118,19 +122,20 @@ impl Unfused {
             )
         };
         let second = step("softmax", include_str!("softmax.wgsl"), &[&scores, &seqs], [q_len_max, 1, heads]);
-        Ok(Self { steps: vec![first, second, third], out, score_bytes })
+        Ok(Self { steps: vec![first, second, third], out, chains: problem.chains_of_single_sums() })
+    }
+
+    /// Whether the result of the last run is right.
+    ///
+    /// # Errors
+    /// [`BenchError::Wrong`], [`BenchError::Device`].
+    pub fn accuracy(&self, gpu: &Gpu, judge: &Judge<'_>) -> Result<Accuracy, BenchError> {
+        judge.accuracy("unfused", &gpu.read(&self.out)?, None, &self.chains)
     }
 
     /// Records the three dispatches.
     pub fn encode(&self, encoder: &mut wgpu::CommandEncoder) {
-        for step in 0..self.steps.len() {
-            self.encode_step(encoder, step);
-        }
-    }
-
-    /// Records one of the three dispatches.
-    pub fn encode_step(&self, encoder: &mut wgpu::CommandEncoder, step: usize) {
-        if let Some(Step { pipeline, bind_group, grid }) = self.steps.get(step) {
+        for Step { pipeline, bind_group, grid } in &self.steps {
             dispatch(encoder, pipeline, bind_group, *grid);
         }
     }
