@@ -9,7 +9,7 @@ use cubecl::std::tensor::TensorHandle;
 use cubecl::wgpu::{RuntimeOptions, WgpuSetup, try_init_device};
 use cubek_attention::forward::definition::{AttentionGlobalTypes, AttentionOptions};
 use cubek_attention::forward::launch::{BlueprintStrategy, Strategy, launch_ref};
-use paged_attention::{Dtype, wgpu};
+use paged_attention::{Dtype, Tensor, wgpu};
 use paged_attention_bench_kit::{BenchError, Problem};
 
 /// cubecl's client on one adapter.
@@ -77,22 +77,23 @@ impl CubekCall {
     /// # Errors
     /// [`BenchError::Shape`] for what cubek cannot do: sequences of different lengths, another dtype or scale.
     pub fn new(cubek: &Cubek, problem: &Problem) -> Result<Self, BenchError> {
-        let refuse = |why: &str| BenchError::Shape { name: problem.name.clone(), why: why.to_owned() };
-        let Some((q_len, kv_len)) = problem.lengths.first().copied() else {
+        let refuse = |why: &str| BenchError::Shape { name: problem.name().to_owned(), why: why.to_owned() };
+        let (case, heads, lengths) = (problem.case(), problem.spec().heads, problem.case().lengths());
+        let Some((q_len, kv_len)) = lengths.first().copied() else {
             return Err(refuse("no sequence"));
         };
-        if problem.lengths.iter().any(|lengths| *lengths != (q_len, kv_len)) {
+        if lengths.iter().any(|lengths| *lengths != (q_len, kv_len)) {
             return Err(refuse("cubek needs sequences of one length"));
         }
-        if problem.dtype != Dtype::F32 {
+        if problem.dtype() != Dtype::F32 {
             return Err(refuse("the comparison is in f32"));
         }
-        if problem.scale != 1.0 / (problem.head_dim as f32).sqrt() {
+        if case.options().scale != case.geometry().default_scale() {
             return Err(refuse("cubek's scale is 1 / sqrt(head_dim)"));
         }
-        let seqs = problem.lengths.len();
+        let seqs = lengths.len();
         let [q_len, kv_len, q_heads, kv_heads, head_dim, v_head_dim] =
-            [q_len, kv_len, problem.q_heads, problem.kv_heads, problem.head_dim, problem.v_head_dim]
+            [q_len, kv_len, heads.q_heads, heads.kv_heads, heads.head_dim, heads.v_head_dim]
                 .map(|count| count as usize);
         let (entries, group) = (seqs * kv_heads, q_heads / kv_heads);
 
@@ -101,18 +102,20 @@ impl CubekCall {
         let upload = |shape: [usize; 4], values: &[f32]| {
             TensorHandle::new_contiguous(shape, client.create_from_slice(bytemuck::cast_slice(values)), f32)
         };
-        let q = swap_middle(&problem.q, [seqs, q_len, q_heads, head_dim]);
-        let k = swap_middle(&problem.k, [seqs, kv_len, kv_heads, head_dim]);
-        let v = swap_middle(&problem.v, [seqs, kv_len, kv_heads, v_head_dim]);
+        let packed = problem.packed()?;
+        let [q, k, v] = [case.q(), packed.k, packed.v].map(Tensor::to_f32);
+        let q = swap_middle(&q, [seqs, q_len, q_heads, head_dim]);
+        let k = swap_middle(&k, [seqs, kv_len, kv_heads, head_dim]);
+        let v = swap_middle(&v, [seqs, kv_len, kv_heads, v_head_dim]);
         let mut call = Self {
-            name: problem.name.clone(),
+            name: problem.name().to_owned(),
             q: upload([entries, group, q_len, head_dim], &q),
             k: upload([entries, 1, kv_len, head_dim], &k),
             v: upload([entries, 1, kv_len, v_head_dim], &v),
             out: TensorHandle::empty(client, [entries, group, q_len, v_head_dim], f32),
             types: AttentionGlobalTypes::from_single_float_dtype(f32, AttentionGlobalTypes::mask_dtype(client)),
             // A single row sees every key.
-            causal: problem.causal && q_len > 1,
+            causal: case.options().causal && q_len > 1,
             out_shape: [seqs, q_heads, q_len, v_head_dim],
         };
         call.clear(cubek);

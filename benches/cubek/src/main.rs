@@ -12,9 +12,10 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use paged_attention::wgpu::{Instance, InstanceDescriptor};
-use paged_attention::{Dtype, Runner, adapter};
+use paged_attention::{Runner, adapter};
 use paged_attention_bench_kit::limits::FmaRate;
-use paged_attention_bench_kit::{BenchError, ERROR_MAX, Gpu, NAMES, Paged, Paging, Problem, Selection};
+use paged_attention_bench_kit::{Accuracy, BenchError, Gpu, Judge, Paged, Paging, Problem, Selection};
+use paged_attention_cases::{CaseSpec, speed};
 
 use cubek::{Cubek, CubekCall};
 use report::{Report, ShapeFigures};
@@ -29,9 +30,9 @@ const PAGE_SIZE: u32 = 16;
 #[derive(Parser)]
 #[command(version)]
 struct Args {
-    /// What to measure; may be repeated [default: all]
-    #[arg(long, value_parser = clap::builder::PossibleValuesParser::new(NAMES), ignore_case = true)]
-    shape: Vec<String>,
+    /// What to measure, of the shapes of `paged-attention bench`; may be repeated [default: all]
+    #[arg(long, value_parser = named)]
+    shape: Vec<CaseSpec>,
 
     /// Rounds
     #[arg(long, default_value_t = 7, value_parser = clap::value_parser!(u16).range(7..))]
@@ -44,6 +45,12 @@ struct Args {
     /// Print one JSON object instead of a table
     #[arg(long)]
     json: bool,
+}
+
+fn named(text: &str) -> Result<CaseSpec, String> {
+    let names = || speed().into_iter().map(|spec| spec.name).collect::<Vec<_>>().join(", ");
+    let found = speed().into_iter().find(|spec| spec.name.eq_ignore_ascii_case(text));
+    found.ok_or_else(|| format!("one of {} is needed", names()))
 }
 
 fn main() -> ExitCode {
@@ -76,13 +83,12 @@ fn measured(args: &Args) -> Result<Report, BenchError> {
         .map_err(|error| BenchError::Run { name: adapter::describe(&adapter.get_info()), error })?;
     let mut sides = Sides { gpu: Gpu { runner }, cubek: Cubek::open(&instance, &adapter)? };
 
-    let names =
-        NAMES.iter().filter(|name| args.shape.is_empty() || args.shape.iter().any(|s| s.eq_ignore_ascii_case(name)));
+    let specs = if args.shape.is_empty() { speed() } else { args.shape.clone() };
     let mut pairs = Vec::new();
     let mut refused = Vec::new();
-    for name in names {
-        eprintln!("{name}: checking");
-        match Pair::new(&mut sides, Problem::named(name, Dtype::F32)?) {
+    for spec in specs {
+        eprintln!("{}: checking", spec.name);
+        match Pair::new(&mut sides, Problem::new(spec)?) {
             Ok(pair) => pairs.push(pair),
             Err(error @ BenchError::Shape { .. }) => refused.push(error.to_string()),
             Err(error) => return Err(error),
@@ -119,8 +125,8 @@ struct Pair {
     problem: Problem,
     this: Paged,
     cubek: CubekCall,
-    /// Largest distances from float64: ours, cubek's.
-    errors: [f64; 2],
+    /// How near the results are to float64: ours, cubek's.
+    accuracy: [Accuracy; 2],
     /// Seconds of one call, per round: ours, cubek's.
     seconds: [Vec<f64>; 2],
     /// Calls per timing: ours, cubek's.
@@ -136,8 +142,12 @@ impl Pair {
         let cubek = CubekCall::new(&sides.cubek, &problem)?;
         cubek.seconds(&sides.cubek)?;
         let checked = [sides.gpu.read(&this.out)?, cubek.read(&sides.cubek)?];
-        let errors = errors(&problem, &checked)?;
-        let mut pair = Self { problem, this, cubek, errors, seconds: Default::default(), calls: [1; 2], checked };
+        let judge = Judge::new(&problem)?;
+        let accuracy = [
+            this.accuracy(&sides.gpu, &judge, CONTENDERS[0])?,
+            judge.accuracy(CONTENDERS[1], &checked[1], None, &problem.longest_chains())?,
+        ];
+        let mut pair = Self { problem, this, cubek, accuracy, seconds: Default::default(), calls: [1; 2], checked };
         // The first call may still allocate.
         for _ in 0..2 {
             let seconds = [pair.this_seconds(sides)?, pair.cubek_seconds(sides)?];
@@ -174,30 +184,18 @@ impl Pair {
         let found = [sides.gpu.read(&self.this.out)?, self.cubek.read(&sides.cubek)?];
         for ((found, checked), contender) in found.iter().zip(&self.checked).zip(CONTENDERS) {
             if !found.iter().zip(checked).all(|(a, b)| a.to_bits() == b.to_bits()) {
-                let name = &self.problem.name;
+                let name = self.problem.name();
                 return Err(BenchError::Device(format!(
                     "{name}: the output of {contender} is not the one that was checked"
                 )));
             }
         }
-        Ok(ShapeFigures::new(&self.problem, self.this.kernel, self.errors, self.seconds))
+        Ok(ShapeFigures::new(&self.problem, self.this.kernel, self.accuracy, self.seconds))
     }
 }
 
 /// Who computes, in the order of every pair here.
 const CONTENDERS: [&str; 2] = ["this crate", "cubek"];
-
-/// Largest distances of the outputs from float64, if they are allowed.
-fn errors(problem: &Problem, outputs: &[Vec<f32>; 2]) -> Result<[f64; 2], BenchError> {
-    let reference = problem.reference();
-    let errors = [0, 1].map(|side: usize| reference.largest_error(&outputs[side]));
-    for (error, contender) in errors.into_iter().zip(CONTENDERS) {
-        if error > ERROR_MAX {
-            return Err(BenchError::Wrong { name: problem.name.clone(), contender, error, allowed: ERROR_MAX });
-        }
-    }
-    Ok(errors)
-}
 
 /// The mean of `calls` timings, each of one call.
 fn mean(calls: u32, one: impl Fn() -> Result<f64, BenchError>) -> Result<f64, BenchError> {

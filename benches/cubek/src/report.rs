@@ -3,7 +3,7 @@
 use std::fmt::Write;
 
 use paged_attention::{adapter, wgpu};
-use paged_attention_bench_kit::{ERROR_MAX, Problem, best, median};
+use paged_attention_bench_kit::{Accuracy, Problem, best, median};
 use serde::Serialize;
 
 /// The whole report.
@@ -56,22 +56,23 @@ struct Side {
     gflops: f64,
     /// At the median.
     kv_gbps: f64,
-    /// Largest distance from float64.
+    /// Largest distance from float64, and largest error over bound.
     max_abs_error: f64,
+    max_bound_ratio: f64,
     /// Seconds of one call, per round.
     seconds: Vec<f64>,
 }
 
 impl ShapeFigures {
-    /// From the errors and the seconds per round: ours, cubek's.
-    pub fn new(problem: &Problem, kernel: String, errors: [f64; 2], seconds: [Vec<f64>; 2]) -> Self {
+    /// From the accuracy and the seconds per round: ours, cubek's.
+    pub fn new(problem: &Problem, kernel: String, accuracy: [Accuracy; 2], seconds: [Vec<f64>; 2]) -> Self {
         let [this, cubek] = seconds;
         let ratios: Vec<f64> = cubek.iter().zip(&this).map(|(cubek, this)| cubek / this).collect();
         Self {
-            name: problem.name.clone(),
+            name: problem.name().to_owned(),
             kernel,
-            this: Side::new(problem, errors[0], this),
-            cubek: Side::new(problem, errors[1], cubek),
+            this: Side::new(problem, accuracy[0], this),
+            cubek: Side::new(problem, accuracy[1], cubek),
             cubek_over_this: median(&ratios),
             flop: problem.flop(),
             kv_bytes: problem.kv_bytes(),
@@ -100,14 +101,15 @@ impl ShapeFigures {
 }
 
 impl Side {
-    fn new(problem: &Problem, max_abs_error: f64, seconds: Vec<f64>) -> Self {
+    fn new(problem: &Problem, accuracy: Accuracy, seconds: Vec<f64>) -> Self {
         let median_s = median(&seconds);
         Self {
             median_ms: 1e3 * median_s,
             best_ms: 1e3 * best(&seconds),
             gflops: 1e-9 * problem.flop() / median_s,
             kv_gbps: 1e-9 * problem.kv_bytes() / median_s,
-            max_abs_error,
+            max_abs_error: accuracy.max_abs_error,
+            max_bound_ratio: accuracy.max_bound_ratio,
             seconds,
         }
     }
@@ -141,16 +143,18 @@ impl Report {
     /// The table.
     pub fn text(&self) -> String {
         let Versions { paged_attention, cubek_attention, cubecl, cubecl_runtime } = self.versions;
-        let error = self.shapes.iter().flat_map(|shape| [&shape.this, &shape.cubek]).map(|side| side.max_abs_error);
+        let sides = || self.shapes.iter().flat_map(|shape| [&shape.this, &shape.cubek]);
+        let largest = |figure: fn(&Side) -> f64| sides().map(figure).fold(0.0, f64::max);
         let mut text = format!(
             "adapter  {}\n\
              this     paged-attention {paged_attention}, scattered pages of {}\n\
              cubek    cubek-attention {cubek_attention}, cubecl {cubecl} as {cubecl_runtime}, Strategy::Unit, contiguous\n\
-             checked  every result against float64: largest error {:.1e}, {ERROR_MAX:.0e} allowed\n\
+             checked  every result against float64: largest error {:.1e}, over bound {:.3}\n\
              rounds   {}; multiply-adds {:.1} GFLOP/s (median {:.1})\n\n",
             self.adapter,
             crate::PAGE_SIZE,
-            error.fold(0.0, f64::max),
+            largest(|side| side.max_abs_error),
+            largest(|side| side.max_bound_ratio),
             self.rounds,
             self.fma_gflops,
             self.fma_gflops_median,
@@ -186,7 +190,7 @@ fn locked(package: &str) -> &'static str {
 
 #[cfg(test)]
 mod tests {
-    use paged_attention::Dtype;
+    use paged_attention_cases::{Heads, timed};
 
     use super::*;
 
@@ -199,9 +203,10 @@ mod tests {
     /// The ratio is the median of ratios, not the ratio of medians.
     #[test]
     fn figures_from_rounds() {
-        let problem = Problem::named("P2", Dtype::F32).unwrap();
+        let problem = Problem::new(timed("x", Heads::new(2, 1, 8), vec![(3, 4)])).unwrap();
+        let accuracy = [1e-7, 2e-7].map(|max_abs_error| Accuracy { max_abs_error, max_bound_ratio: 0.0 });
         let seconds = [vec![1.0, 2.0, 4.0], vec![5.0, 2.0, 12.0]];
-        let figures = ShapeFigures::new(&problem, String::new(), [1e-7, 2e-7], seconds);
+        let figures = ShapeFigures::new(&problem, String::new(), accuracy, seconds);
         assert_eq!(figures.cubek_over_this, 3.0);
         assert_eq!((figures.this.median_ms, figures.this.best_ms), (2e3, 1e3));
         assert_eq!((figures.cubek.median_ms, figures.cubek.best_ms), (5e3, 2e3));

@@ -179,7 +179,7 @@ mod tests {
         let narrow = |values: Vec<f64>| -> Vec<f32> { values.into_iter().map(|x| x as f32).collect() };
         let reference = dense(problem.case());
         let (mut out, lse) = (narrow(reference.out), narrow(reference.lse));
-        let chains = problem.chains_of_single_sums();
+        let chains = problem.longest_chains();
         let whole = Judge::new(&problem).unwrap();
         let sample = Judge::with_work(&problem, problem.flop() / 2.0 / 3.5).unwrap();
         assert_eq!((whole.coverage(), sample.coverage()), ((15, 15), (4, 15)));

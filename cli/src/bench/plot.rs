@@ -124,7 +124,10 @@ where
         .x_label_area_size(36)
         .y_label_area_size(58)
         .build_cartesian_2d(x, y)?;
-    chart.configure_mesh().x_desc("keys").y_desc("ms").x_labels(7).label_style(("sans-serif", 12)).draw()?;
+    let whole = |x: &f64| format!("{x}");
+    let mut mesh = chart.configure_mesh();
+    mesh.x_desc("keys").y_desc("ms").x_labels(5).label_style(("sans-serif", 12)).light_line_style(TRANSPARENT);
+    mesh.x_label_formatter(&whole).y_label_formatter(&whole).draw()?;
     chart.draw_series([PathElement::new(line.to_vec(), BLACK.mix(0.5))])?;
     let marks = points.iter().map(|point| Circle::new((point.kv_len.into(), point.median_ms), 4, color.filled()));
     chart.draw_series(marks)?;

@@ -150,3 +150,47 @@ fn recording_is_quick() {
     // A pipeline or a bind group made per call would take longer.
     assert!(median < 1000.0, "{median} ms");
 }
+
+/// wgpu counts what its backend has made. Binding makes one bind group, so that the counting is seen to work; recording,
+/// whose pass and command buffer are the caller's, makes nothing.
+#[test]
+fn recording_creates_nothing() {
+    let (Some(gpu), Some(shared)) = (gpu(), host()) else { return };
+    // Other tests make things on the shared device at the same time.
+    let host = &Host::open(gpu, shared.device.limits());
+    let step = step(gpu, host, BATCHES[1], 1);
+    let layer = Layer::new(host, &step.layers[0].0, paged_attention::Dtype::F32);
+    let attention = host.attention(&layer.config);
+    let workspace = Workspace::new(&host.device, step.plan.workspace_bytes()).unwrap();
+    // Encoders are kept for reuse, and so is what they allocate.
+    host.submit(|_| {});
+    host.device.poll(wgpu::PollType::wait_indefinitely()).unwrap();
+    let made = || {
+        let counters = host.device.get_internal_counters().hal;
+        [
+            counters.buffers.read(),
+            counters.bind_groups.read(),
+            counters.bind_group_layouts.read(),
+            counters.pipeline_layouts.read(),
+            counters.compute_pipelines.read(),
+            counters.shader_modules.read(),
+            counters.textures.read(),
+            counters.samplers.read(),
+            counters.query_sets.read(),
+            counters.memory_allocations.read(),
+        ]
+    };
+    let before = made();
+    let call = attention.bind(&host.device, &step.device_plan, layer.io(), &workspace).unwrap();
+    let bound = made();
+    let mut one_more = before;
+    one_more[1] += 1;
+    assert_eq!(bound, one_more);
+    let mut encoder = host.encoder();
+    {
+        let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
+        (0..1000).for_each(|_| attention.encode(&mut pass, &call));
+    }
+    let _commands = encoder.finish();
+    assert_eq!(made(), bound);
+}

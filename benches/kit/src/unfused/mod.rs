@@ -122,7 +122,7 @@ impl Unfused {
             )
         };
         let second = step("softmax", include_str!("softmax.wgsl"), &[&scores, &seqs], [q_len_max, 1, heads]);
-        Ok(Self { steps: vec![first, second, third], out, chains: problem.chains_of_single_sums() })
+        Ok(Self { steps: vec![first, second, third], out, chains: problem.longest_chains() })
     }
 
     /// Whether the result of the last run is right.
