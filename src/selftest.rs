@@ -164,17 +164,16 @@ fn case(config: &KernelConfig) -> Result<Case, SelfTestError> {
     let case = Case::new(geometry, options.with_causal(true), q, q_indptr, KvSource::Contiguous { k, v, kv_indptr })?;
     let pairs = case.score_indptr().last().copied().unwrap_or(0) as usize;
     let numbers = |seed: u32, count: u32| (0..count).map(|index| noise(index ^ (seed << 28))).collect::<Vec<f32>>();
-    let mut tensors = CaseExtras::default();
-    tensors.alibi_slopes = extras.alibi_slopes.then(|| numbers(4, group).iter().map(|slope| slope / 16.0).collect());
-    tensors.sinks = extras.sinks.then(|| numbers(5, group));
-    tensors.mask = extras.mask.then(|| numbers(6, pairs as u32).iter().map(|number| *number > -1.0).collect());
-    tensors.bias = match extras.bias {
-        Some(bias) => {
-            let mut values = numbers(7, pairs as u32);
-            values.iter_mut().filter(|value| **value < -1.9).for_each(|value| *value = f32::NEG_INFINITY);
-            Some(Tensor::from_f32(bias.dtype, &[1, pairs], &values)?)
-        }
-        None => None,
+    let bias = |dtype| {
+        let mut values = numbers(7, pairs as u32);
+        values.iter_mut().filter(|value| **value < -1.9).for_each(|value| *value = f32::NEG_INFINITY);
+        Tensor::from_f32(dtype, &[1, pairs], &values)
+    };
+    let tensors = CaseExtras {
+        alibi_slopes: extras.alibi_slopes.then(|| numbers(4, group).iter().map(|slope| slope / 16.0).collect()),
+        sinks: extras.sinks.then(|| numbers(5, group)),
+        mask: extras.mask.then(|| numbers(6, pairs as u32).iter().map(|number| *number > -1.0).collect()),
+        bias: extras.bias.map(|kind| bias(kind.dtype)).transpose()?,
     };
     Ok(case.with_extras(tensors)?)
 }

@@ -203,7 +203,12 @@ pub(crate) fn extras(spec: &CaseSpec, sequences: &[Sequence]) -> Result<CaseExtr
     extras.alibi_slopes = alibi.map(|alibi| {
         let slope = |head: u32| match alibi {
             Alibi::Customary => (-8.0 * (head + 1) as f32 / spec.heads.q_heads as f32).exp2(),
-            Alibi::Mixed => [0.0, 0.5, -0.25, 3.0][head as usize % 4],
+            Alibi::Mixed => match head % 4 {
+                0 => 0.0,
+                1 => 0.5,
+                2 => -0.25,
+                _ => 3.0,
+            },
         };
         heads.clone().map(slope).collect()
     });

@@ -100,7 +100,7 @@ mod tests {
                 match row[(key / 32) as usize % row.len()] {
                     0..=2 => false,
                     3..=5 => true,
-                    kind => (key + u32::from(kind)) % 3 == 0,
+                    kind => (key + u32::from(kind)).is_multiple_of(3),
                 }
             };
             let tokens = rows.len();

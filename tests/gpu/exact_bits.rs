@@ -112,7 +112,7 @@ fn the_same_call_again() {
     // Once more on a device of its own.
     let spec = &mixed("rerun")[3];
     let (case, expected) = gpu.run_spec(spec).unwrap();
-    let variants = gpu.variants(|base| run_options(&spec).kernels(&case, base), case.geometry()).unwrap();
+    let variants = gpu.variants(|base| run_options(spec).kernels(&case, base), case.geometry()).unwrap();
     let options = RunOptions { variants: Some(variants), ..run_options(spec) };
     let output = gpu.fresh_runner().run(&case, &options).unwrap();
     tally.same(format!("another device, {spec}"), &case, difference(&output, &expected));
