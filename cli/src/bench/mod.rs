@@ -80,12 +80,7 @@ fn measured<R>(
     Ok(report)
 }
 
-fn rounds(
-    args: &BenchArgs,
-    gpu: &mut Gpu,
-    options: Options,
-    step: &mut dyn FnMut(&str),
-) -> Result<Report, BenchError> {
+fn rounds(args: &BenchArgs, gpu: &mut Gpu, options: Options, step: &mut dyn FnMut(&str)) -> Result<Report, BenchError> {
     let problems = args.shapes().into_iter().map(Problem::new).collect::<Result<_, _>>()?;
     let session = Session::new(gpu, problems, options, step)?;
     let (limits, shapes) = session.run(gpu, step)?;
