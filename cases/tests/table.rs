@@ -62,7 +62,8 @@ fn every_quick_row_can_be_built() {
 
 #[test]
 fn the_same_description_gives_the_same_case() {
-    for spec in quick().iter().chain(&options()).filter(|spec| spec.flops() < 1e7) {
+    // Of the options, some: each row has the same shapes.
+    for spec in quick().iter().chain(options().iter().step_by(7)).filter(|spec| spec.flops() < 1e7) {
         // Bytes, not numbers: a NaN in an unowned slot must be the same too.
         assert_eq!(format!("{:?}", build(spec).unwrap()), format!("{:?}", build(spec).unwrap()), "{spec}");
     }

@@ -131,6 +131,11 @@ fn neutral_and_legal_inputs() {
             &[],
         ),
         (
+            "pages that no row sees are not there",
+            paged().u32("page_ids", &[u32::MAX, 0, u32::MAX, 2]).meta("window_left", "0").bytes(),
+            &["--causal", "true"],
+        ),
+        (
             "mask of nothing",
             flat()
                 .f32("q", &[0, 4, 8])

@@ -199,6 +199,11 @@ fn options_of_the_scores() {
     assert_eq!(second.code, Some(0), "{second:?}");
     let says = "window all left and 1 right, cap 7, alibi_slopes, sinks, mask, bias";
     assert!(second.stdout.contains(says), "{second:?}");
+    // Rows that see their own position alone need no page before it.
+    let file = File::paged().u32("page_ids", &[u32::MAX, 0, u32::MAX, 2]).meta("window_left", "0");
+    let (folder, _) = folder_with(&file.meta("causal", "true").bytes());
+    let third = run(folder.path(), &["attend", "case.safetensors"]);
+    assert_eq!(third.code, Some(0), "{third:?}");
 }
 
 /// A triangle as a mask, as a bias, as a window and as a flag: the same result, to rounding.
