@@ -161,6 +161,12 @@ fn case_24_what_is_refused_changes_nothing() {
         ensure!(refused == Err(PoolError::Exhausted { needed: 1, available: 0, page_count: 4 }), "{refused:?}");
         world.truncate(0, 4)?.unwrap();
         world.grow(1, 1)?.unwrap();
+        // There is room in the shared tail, and no page for its copy.
+        world.fork(1, 2)?;
+        let before = world.subject.view();
+        let refused = world.grow(2, 1)?;
+        ensure!(refused == Err(PoolError::Exhausted { needed: 1, available: 0, page_count: 4 }), "{refused:?}");
+        ensure!(world.subject.view() == before, "{:?} before, {:?} after", before, world.subject.view());
         Ok(())
     });
 }
