@@ -362,7 +362,9 @@ impl SequenceSize {
         (q_len, kv_len): (u32, u32),
     ) -> Result<Self, PlanError> {
         // A kernel adds a reach of up to `kv_len` to a position.
-        if q_len.checked_add(kv_len).and_then(|sum| sum.checked_add(kv_len)?.checked_add(1)).is_none() {
+        let right = if options.causal { Some(0) } else { options.window_right };
+        let reach = options.window_left.max(right).unwrap_or(0).min(kv_len);
+        if q_len.checked_add(kv_len).and_then(|sum| sum.checked_add(reach)?.checked_add(1)).is_none() {
             return Err(PlanError::TooLong { seq, q_len, kv_len });
         }
         let rows = q_len * geometry.group();

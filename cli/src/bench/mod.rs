@@ -27,8 +27,13 @@ pub fn run(args: &BenchArgs) -> u8 {
         measured(args, Growth::steps(points(args), &args.options()), curves, plot::curves)
             .map(|report| printed(print(args.json, &report, || report.text()), exit::PASSED))
     } else {
-        measured(args, Session::steps(args.shapes().len(), &args.options()), rounds, plot::shares)
-            .map(|report| printed(print(args.json, &report, || report.text()), exit::PASSED))
+        // Shapes that cannot be measured are refused before an adapter is looked for.
+        let problems: Result<Vec<Problem>, _> = args.shapes().into_iter().map(Problem::new).collect();
+        problems.map_err(failure).and_then(|problems| {
+            let steps = Session::steps(problems.len(), &args.options());
+            measured(args, steps, |args, gpu, options, step| rounds(args, problems, gpu, options, step), plot::shares)
+                .map(|report| printed(print(args.json, &report, || report.text()), exit::PASSED))
+        })
     };
     ran.unwrap_or_else(|(status, message)| {
         complain(&message);
@@ -80,8 +85,13 @@ fn measured<R>(
     Ok(report)
 }
 
-fn rounds(args: &BenchArgs, gpu: &mut Gpu, options: Options, step: &mut dyn FnMut(&str)) -> Result<Report, BenchError> {
-    let problems = args.shapes().into_iter().map(Problem::new).collect::<Result<_, _>>()?;
+fn rounds(
+    args: &BenchArgs,
+    problems: Vec<Problem>,
+    gpu: &mut Gpu,
+    options: Options,
+    step: &mut dyn FnMut(&str),
+) -> Result<Report, BenchError> {
     let session = Session::new(gpu, problems, options, step)?;
     let (limits, shapes) = session.run(gpu, step)?;
     Ok(Report::new(gpu.runner.adapter_info(), args, &options, &limits, &shapes))

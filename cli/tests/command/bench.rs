@@ -168,11 +168,11 @@ fn variants_that_are_asked_for() {
     let shape = "q=20,kv=24,heads=4/2,dim=16";
     let bench =
         |flags: &[&str]| run(folder.path(), &[&["bench", "--quick", "--shape", shape, "--json"], flags].concat());
-    let names = "prefill-uniform-r2k3l5s9a+decode-workgroup";
+    let names = "prefill-uniform-r2k4l5s8a+decode-workgroup";
     let named = bench(&["--variants", names]);
     let report = named.json();
     assert_eq!((&report["variants"], &report["shapes"][0]["choice"]), (&names.into(), &serde_json::Value::Null));
-    assert!(report["shapes"][0]["kernel"].as_str().unwrap().starts_with("prefill-uniform-r2k3l5s9a"), "{report}");
+    assert!(report["shapes"][0]["kernel"].as_str().unwrap().starts_with("prefill-uniform-r2k4l5s8a"), "{report}");
     let report = bench(&["--variants", "quick"]).json();
     assert_eq!((&report["variants"], &report["shapes"][0]["choice"]["by"]), (&"quick".into(), &"quick".into()));
 

@@ -31,8 +31,8 @@ fn refusals_touch_no_adapter() {
         (vec!["tune", "--heads", "3/2"], &["3", "multiple", "2"][..]),
         (vec!["tune", "--heads", "8"], &["Q/KV"]),
         (vec!["tune", "--heads", "8/0"], &["kv_heads is 0"]),
-        (vec!["tune", "--head-dim", "0"], &["head_dim is 0", "1 to 256"]),
-        (vec!["tune", "--head-dim", "64/257"], &["v_head_dim is 257"]),
+        (vec!["tune", "--head-dim", "0"], &["head_dim is 0", "1 to 576"]),
+        (vec!["tune", "--head-dim", "64/513"], &["v_head_dim is 513"]),
         (vec!["tune", "--head-dim", "x"], &["`x` is no whole number"]),
         (vec!["tune", "--dtype", "f8"], &["f32, f16, bf16"]),
         (vec!["tune", "--out-dtype", "bf16"], &["f32, f16"]),
@@ -186,14 +186,14 @@ fn named_and_base_variants() {
         return;
     }
     let (folder, _) = folder_with(&File::contiguous().bytes());
-    let names = "prefill-uniform-r2k3l5s9a+decode-workgroup";
+    let names = "prefill-uniform-r2k4l5s8a+decode-workgroup";
     let named = attend(folder.path(), &["--variants", names]).json();
     assert_eq!((kernels(&named), &named["choice"]), (vec!["decode-workgroup"], &Value::Null));
     // Forty rows prefill, over keys in splits of 9.
     let prompt = File::default().f32("q", &[40, 2, 8]).f32("k", &[50, 1, 8]).f32("v", &[50, 1, 8]);
     std::fs::write(folder.path().join("case.safetensors"), prompt.bytes()).unwrap();
     let named = attend(folder.path(), &["--variants", names]).json();
-    assert_eq!(kernels(&named), ["prefill-uniform-r2k3l5s9a"]);
+    assert_eq!(kernels(&named), ["prefill-uniform-r2k4l5s8a"]);
     let base = attend(folder.path(), &["--variants", "base"]).json();
     assert!(kernels(&base)[0].starts_with("prefill-uniform-"), "{base}");
     assert_eq!(base["choice"], Value::Null);
