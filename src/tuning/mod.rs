@@ -184,13 +184,16 @@ fn sorted<V>(timings: Vec<Timing<V>>) -> Vec<Timing<V>> {
 ///
 /// ```no_run
 /// use paged_attention::kernels::{AdapterFacts, Variants};
-/// use paged_attention::{Dtype, HeadGeometry, KernelConfig, Preference, Runner, TUNE_BUDGET, Tuning, adapter};
+/// use paged_attention::{
+///     Dtype, HeadGeometry, KernelConfig, Modifiers, Preference, Runner, TUNE_BUDGET, Tuning, adapter,
+/// };
 ///
 /// let adapter = pollster::block_on(adapter::discover(None))?;
 /// let mut runner = Runner::new(&adapter)?;
 /// let geometry = HeadGeometry::new(9, 3, 64)?;
 /// let variants = Variants::base(&AdapterFacts::PLAIN_GPU, &geometry); // not looked at
-/// let config = KernelConfig { geometry, q: Dtype::F32, kv: Dtype::F16, out: Dtype::F32, variants };
+/// let (q, kv, out, modifiers) = (Dtype::F32, Dtype::F16, Dtype::F32, Modifiers::NONE);
+/// let config = KernelConfig { geometry, q, kv, out, modifiers, variants };
 /// let mut tuning = Tuning::new(runner.adapter_info());
 /// tuning.insert(runner.tune(&config, TUNE_BUDGET)?.entry);
 /// std::fs::write("table.txt", tuning.to_string())?;
