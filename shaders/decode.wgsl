@@ -22,7 +22,6 @@
 //if DECODE_SUBGROUP
 //else
 var<workgroup> q_tile: array<Chunk, DECODE_ROWS * QK_CHUNKS>;
-var<workgroup> missing_page: atomic<u32>;
 //end
 // Scores, then weights, [DECODE_ROWS, SPLIT_KEYS]; at the end partial sums of the accumulators.
 var<workgroup> scores: array<f32, SCORES>;
@@ -50,16 +49,8 @@ fn decode(
     let item = work_item(params.decode_items, group);
     let seq = sequence(item.sequence);
     let rows = min(seq.q_len * GROUP - item.first_row, DECODE_ROWS);
-    // No key is read where a page does not exist; the lanes share the look at them.
-    //if DECODE_SUBGROUP
-    let exist = subgroupAll(pages_exist(seq, item.key_begin, item.key_end, lane, DECODE_LANES));
-    //else
-    if !pages_exist(seq, item.key_begin, item.key_end, lane, DECODE_LANES) {
-        atomicOr(&missing_page, 1u);
-    }
-    workgroupBarrier();
-    let exist = atomicLoad(&missing_page) == 0u;
-    //end
+    // No key is read where a page does not exist.
+    let exist = pages_exist(seq, item.key_begin, item.key_end);
     if lane == 0u && !exist {
         report_error(ERROR_PAGE_ID);
     }

@@ -206,12 +206,11 @@ fn advanced(at: Cursor, exists: bool) -> Cursor {
     return next;
 }
 
-// Whether every `step`th page of keys `key_begin .. key_end`, from the one after `first` others on, exists.
-fn pages_exist(seq: Sequence, key_begin: u32, key_end: u32, first: u32, step: u32) -> bool {
+// Whether every page of keys `key_begin .. key_end` exists. All lanes come to the same answer.
+fn pages_exist(seq: Sequence, key_begin: u32, key_end: u32) -> bool {
     var exist = true;
     if key_begin < key_end {
-        let last = page_entry(seq, key_end - 1u);
-        for (var entry = page_entry(seq, key_begin) + first; entry <= last; entry += step) {
+        for (var entry = page_entry(seq, key_begin); entry <= page_entry(seq, key_end - 1u); entry++) {
             exist = exist && checked_page(plan[entry]).exists;
         }
     }
