@@ -108,14 +108,8 @@ impl Tiles {
     /// Bytes of workgroup memory of the decode kernel: queries (where no subgroup holds them), scores, rows, partial
     /// maxima and sums.
     pub fn decode_bytes(&self) -> u32 {
-<<<<<<< HEAD
-        let shared =
-            if self.decode == DecodeVariant::Workgroup { 32 * self.decode_rows * self.qk_chunks + 16 } else { 0 };
-        shared + 4 * self.scores + 8 * SPLIT_KEYS + 8 * self.decode_lanes
-=======
         let queries = if self.decode == DecodeVariant::Workgroup { 32 * self.decode_rows * self.qk_chunks } else { 0 };
         queries + 4 * self.scores + 8 * SPLIT_KEYS + 8 * self.decode_lanes
->>>>>>> parent of 695beba (Decode: the lanes share the look at a split's pages)
     }
 
     /// Whether a sequence takes the decode kernel.
