@@ -146,7 +146,8 @@ fn mask_run(index: u32) -> Run {
 // The rule of causal mask and window: the row of `token` sees keys `first_visible .. end_visible`, as far as there are
 // any. Bottom-right alignment: its position is kv_len - q_len + token.
 fn end_visible(seq: Sequence, token: u32) -> u32 {
-    let reach = seq.kv_len + token + 1u + min(params.reach_right, seq.kv_len);
+    // A row before the first key needs a longer reach than there are keys.
+    let reach = seq.kv_len + token + 1u + min(params.reach_right, seq.q_len + seq.kv_len);
     let end = select(0u, reach - seq.q_len, reach > seq.q_len);
     return select(min(end, seq.kv_len), seq.kv_len, params.reach_right == UNLIMITED);
 }

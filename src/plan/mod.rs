@@ -361,10 +361,9 @@ impl SequenceSize {
         options: &AttentionOptions,
         (q_len, kv_len): (u32, u32),
     ) -> Result<Self, PlanError> {
-        // A kernel adds a reach of up to `kv_len` to a position.
-        let right = if options.causal { Some(0) } else { options.window_right };
-        let reach = options.window_left.max(right).unwrap_or(0).min(kv_len);
-        if q_len.checked_add(kv_len).and_then(|sum| sum.checked_add(reach)?.checked_add(1)).is_none() {
+        // A kernel adds to a position a reach to the right of up to all rows and keys.
+        let right = if options.causal { 0 } else { options.window_right.unwrap_or(0) };
+        if q_len.checked_add(kv_len).and_then(|sum| sum.checked_add(right.min(sum))?.checked_add(1)).is_none() {
             return Err(PlanError::TooLong { seq, q_len, kv_len });
         }
         let rows = q_len * geometry.group();
