@@ -27,6 +27,8 @@ var<workgroup> q_tile: array<Chunk, DECODE_ROWS * QK_CHUNKS>;
 var<workgroup> scores: array<f32, SCORES>;
 // Where the rows of the split's keys start: x of the key, y of the value.
 var<workgroup> rows_of: array<vec2<u32>, SPLIT_KEYS>;
+// Not 0 where one of the split's pages does not exist.
+var<workgroup> page_missing: atomic<u32>;
 // Per row, PARTS partial maxima and PARTS partial sums.
 var<workgroup> part_max: array<f32, DECODE_LANES>;
 var<workgroup> part_sum: array<f32, DECODE_LANES>;
@@ -49,19 +51,22 @@ fn decode(
     let item = work_item(params.decode_items, group);
     let seq = sequence(item.sequence);
     let rows = min(seq.q_len * GROUP - item.first_row, DECODE_ROWS);
-    // No key is read where a page does not exist.
-    let exist = pages_exist(seq, item.key_begin, item.key_end);
-    if lane == 0u && !exist {
-        report_error(ERROR_PAGE_ID);
-    }
     // Keys are counted from the beginning of their split, wherever the item's own begin: `first .. keys`.
     let split_begin = item.key_begin / SPLIT_KEYS * SPLIT_KEYS;
     let first = item.key_begin - split_begin;
-    let keys = select(0u, item.key_end - split_begin, exist && item.key_begin < item.key_end);
+    let keys = select(0u, item.key_end - split_begin, item.key_begin < item.key_end);
+    // A page that does not exist is not read: its keys get the rows of page 0, and the item's outcome is dropped
+    // (`finish_split`). Loop bounds don't depend on it, so that subgroup operations stay under uniform control.
+    var missing = false;
     for (var key = aligned(first, DECODE_LANES) + lane; key < keys; key += DECODE_LANES) {
         if key >= first {
-            rows_of[key] = key_rows(seq, item.kv_head, split_begin + key);
+            let page = checked_page(plan[page_entry(seq, split_begin + key)]);
+            missing = missing || !page.exists;
+            rows_of[key] = key_rows(select(0u, page.id, page.exists), item.kv_head, split_begin + key);
         }
+    }
+    if missing {
+        atomicOr(&page_missing, 1u);
     }
     //each r DECODE_ROWS
     //if MASK
@@ -214,10 +219,15 @@ fn decode(
     //if STREAMS
     // Weights and places of SUBGROUP keys are read at once and broadcast one by one; a lane past the last chunk repeats
     // that one and keeps nothing.
+    var ahead = 0u;
     for (var turn = aligned(first, DECODE_SUBGROUP); turn < keys; turn += DECODE_SUBGROUP) {
         let key = clamp(turn + lane, first, keys - 1u);
         let known = key == turn + lane;
         let v_row = rows_of[key].y;
+        // Rows on small pages lie where no CPU looks ahead: their cache lines are asked for together, a row per lane.
+        //each l V_ROW_LINES
+        ahead |= kv_pages[v_row + ${l * 4}u].x;
+        //end
         //each r DECODE_ROWS
         let p_$r = select(0.0, scores[$ru * SPLIT_KEYS + key], known);
         //end
@@ -235,6 +245,10 @@ fn decode(
             //end
         }
         //end
+    }
+    // Never so, which no compiler knows: it keeps the loads.
+    if ahead != 0u && params.kv_heads == 0u {
+        report_error(ERROR_CUT_SHORT);
     }
     //else
     let chunk = lane % V_CHUNKS;
@@ -275,6 +289,9 @@ fn decode(
     //end
     //end
     //end
+    if lane == 0u && atomicLoad(&page_missing) != 0u {
+        report_error(ERROR_PAGE_ID);
+    }
     report_done(lane);
 }
 
@@ -303,12 +320,17 @@ fn joined_streams(chunk: u32) -> Chunk {
 }
 //end
 
-// One chunk of a row: the result where the keys were not split, else its share of the split's partial state.
-fn finish_split(seq: Sequence, item: WorkItem, r: u32, chunk: u32, acc: Chunk) {
+// One chunk of a row: the result where the keys were not split, else its share of the split's partial state. Empty
+// where a page does not exist.
+fn finish_split(seq: Sequence, item: WorkItem, r: u32, chunk: u32, sums: Chunk) {
+    var acc = ZERO_CHUNK;
     var state = EMPTY_ROW;
-    for (var p = 0u; p < PARTS; p++) {
-        state.m = max(state.m, part_max[r * PARTS + p]);
-        state.l += part_sum[r * PARTS + p];
+    if atomicLoad(&page_missing) == 0u {
+        acc = sums;
+        for (var p = 0u; p < PARTS; p++) {
+            state.m = max(state.m, part_max[r * PARTS + p]);
+            state.l += part_sum[r * PARTS + p];
+        }
     }
     let row = item.first_row + r;
     if seq.splits == 1u {

@@ -207,20 +207,8 @@ fn advanced(at: Cursor, exists: bool) -> Cursor {
     return next;
 }
 
-// Whether every page of keys `key_begin .. key_end` exists. All lanes come to the same answer.
-fn pages_exist(seq: Sequence, key_begin: u32, key_end: u32) -> bool {
-    var exist = true;
-    if key_begin < key_end {
-        for (var entry = page_entry(seq, key_begin); entry <= page_entry(seq, key_end - 1u); entry++) {
-            exist = exist && checked_page(plan[entry]).exists;
-        }
-    }
-    return exist;
-}
-
-// Where a key's rows start, its page being known to exist: x of the key, y of the value.
-fn key_rows(seq: Sequence, kv_head: u32, key: u32) -> vec2<u32> {
-    let page = plan[page_entry(seq, key)];
+// Where the rows of a key of `page` start: x of the key, y of the value.
+fn key_rows(page: u32, kv_head: u32, key: u32) -> vec2<u32> {
     let slot = key % params.page_size;
     return vec2<u32>(
         row_offset(params.k_rows, page, kv_head, slot),

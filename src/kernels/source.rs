@@ -207,6 +207,8 @@ fn constants(config: &KernelConfig) -> Vec<(&'static str, u32)> {
         ("KEY_STREAMS", tiles.key_streams),
         ("JOINS", (tiles.key_streams > 1).into()),
         ("V_SPAN", tiles.v_span),
+        // Cache lines of 64 bytes that a value takes.
+        ("V_ROW_LINES", (8 * tiles.v_chunks * config.kv.bytes()).div_ceil(64)),
         ("MERGE_ROWS", tiles.merge_rows),
     ]
 }

@@ -105,11 +105,11 @@ impl Tiles {
         if Self::decodes(q_len, geometry.group()) { self.decode_rows } else { self.prefill_rows() }
     }
 
-    /// Bytes of workgroup memory of the decode kernel: queries (where no subgroup holds them), scores, rows, partial
-    /// maxima and sums.
+    /// Bytes of workgroup memory of the decode kernel: queries (where no subgroup holds them), scores, rows, a
+    /// flag, partial maxima and sums.
     pub fn decode_bytes(&self) -> u32 {
         let queries = if self.decode == DecodeVariant::Workgroup { 32 * self.decode_rows * self.qk_chunks } else { 0 };
-        queries + 4 * self.scores + 8 * SPLIT_KEYS + 8 * self.decode_lanes
+        queries + 4 * self.scores + 8 * SPLIT_KEYS + 16 + 8 * self.decode_lanes
     }
 
     /// Whether a sequence takes the decode kernel.
