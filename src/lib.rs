@@ -53,8 +53,8 @@ pub use geometry::{Dtype, GeometryError, HEAD_DIM_MAX, HeadGeometry, PageSize, R
 pub use kernels::{BuildError, KernelConfig, Kernels, Modifiers};
 pub use kv::{
     Append, AppendCall, AppendError, AppendPlan, AppendSource, BlockPool, BlockTable, InvariantError, KvLayout,
-    LayoutError, Namespace, PageCopy, PageCounts, PoolConfig, PoolError, PrefixStats, Refused, RowLayout, SwappedTable,
-    TokenChain,
+    LayoutError, Namespace, PageCopy, PageCounts, PoolConfig, PoolError, PrefixStats, Refused, RowLayout, RowOrder,
+    SwappedTable, TokenChain,
 };
 pub use plan::{DevicePlan, Plan, PlanError, UploadError};
 pub use runner::{

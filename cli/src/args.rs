@@ -179,9 +179,9 @@ pub struct PagingFlags {
     #[arg(long, value_name = "TYPE", value_enum)]
     pub kv_dtype: Option<KvDtype>,
 
-    /// What comes first inside a page; only `head` ([page, head, slot, dim]) is supported yet
-    #[arg(long, value_name = "ORDER", value_enum)]
-    pub layout: Option<Layout>,
+    /// What comes first inside a page
+    #[arg(long, value_name = "ORDER", value_enum, default_value_t)]
+    pub layout: Layout,
 }
 
 /// `doctor`.
@@ -271,11 +271,20 @@ impl KvDtype {
 }
 
 /// `--layout`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum Layout {
-    /// [page, slot, head, dim] (not supported yet)
-    #[value(hide = true)]
+    /// [page, slot, head, dim]
     Slot,
     /// [page, head, slot, dim]
+    #[default]
     Head,
+}
+
+impl From<Layout> for paged_attention::RowOrder {
+    fn from(layout: Layout) -> Self {
+        match layout {
+            Layout::Slot => Self::SlotHead,
+            Layout::Head => Self::HeadSlot,
+        }
+    }
 }

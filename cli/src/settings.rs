@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use paged_attention::{PageSize, SOFTCAP_MAX, SOFTCAP_MIN};
 
-use crate::args::{Layout, PagingFlags, SettingFlags};
+use crate::args::{PagingFlags, SettingFlags};
 use crate::error::InputError;
 
 /// One side of a window: so many keys, or all.
@@ -77,12 +77,6 @@ pub fn check_flags(paging: &PagingFlags) -> Result<(), InputError> {
         return Err(InputError::Unsupported {
             what: format!("--kv-dtype {}", dtype.name()),
             instead: "the type that the file's keys and values have is",
-        });
-    }
-    if paging.layout == Some(Layout::Slot) {
-        return Err(InputError::Unsupported {
-            what: "--layout slot".to_owned(),
-            instead: "`head` ([page, head, slot, dim]) is",
         });
     }
     Ok(())

@@ -5,7 +5,7 @@ use super::{BudgetError, product};
 use crate::attention::{AttentionConfig, Workspace};
 use crate::geometry::PageSize;
 use crate::kernels::{Tiles, Variants};
-use crate::kv::{KvLayout, SourceVectors, append_buffer_bytes};
+use crate::kv::{SourceVectors, append_buffer_bytes};
 use crate::plan::{SequenceSize, check_rows, count, plan_buffer_bytes, workspace_bytes};
 
 /// Different lengths that a [`MemoryModel`] goes through at most.
@@ -170,7 +170,7 @@ impl MemoryModel {
         lengths.reserved_waste(tokens)?;
         let layout = &config.attention.layout;
         let page_size = PageSize::new(tokens).map_err(|_| BudgetError::Zero { name: "reserved tokens" })?;
-        let layout = KvLayout::new(*layout.geometry(), layout.dtype(), page_size, 1)?;
+        let layout = layout.with_pages(page_size, 1)?;
         Self::new(&MemoryConfig { attention: AttentionConfig { layout, ..config.attention }, ..*config }, lengths)
     }
 
@@ -187,7 +187,7 @@ impl MemoryModel {
         };
         let layout = &self.config.attention.layout;
         let pages = count("pages", self.pages.of_requests(requests)?)?.max(self.longest_pages);
-        let layer = KvLayout::new(*layout.geometry(), layout.dtype(), layout.page_size(), pages)?;
+        let layer = layout.with_pages(layout.page_size(), pages)?;
         let kv = product("the size of all pages in bytes", layer.bytes(), self.config.layers.into())?;
         let parts = Parts { kv, ..fixed };
         Ok(Budget {

@@ -57,7 +57,18 @@ impl RowLayout {
     }
 }
 
-/// The layout of a pool of pages: `[page, (keys then values), kv_head, slot, dim]`.
+/// What comes first inside the keys (and inside the values) of a page.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum RowOrder {
+    /// `[kv_head, slot, dim]`: the keys of a head lie one after the other.
+    #[default]
+    HeadSlot,
+    /// `[slot, kv_head, dim]`: the heads of a token lie one after the other.
+    SlotHead,
+}
+
+/// The layout of a pool of pages: `[page, (keys then values), kv_head, slot, dim]`, or with slot and head in the other
+/// order.
 ///
 /// Keys and values of a page lie together, so that a pool takes one binding. Rows are padded to a multiple of
 /// [`crate::ROW_ALIGN`] elements; what lies in the padding, in slots past a sequence's end and in pages without an
@@ -66,6 +77,7 @@ impl RowLayout {
 pub struct KvLayout {
     geometry: HeadGeometry,
     dtype: Dtype,
+    order: RowOrder,
     page_size: PageSize,
     page_count: u32,
     k_rows: RowLayout,
@@ -74,6 +86,8 @@ pub struct KvLayout {
 }
 
 impl KvLayout {
+    /// A pool in the order [`RowOrder::HeadSlot`].
+    ///
     /// # Errors
     /// [`LayoutError::TooLarge`] if an offset could pass 32 bits.
     pub fn new(
@@ -82,8 +96,7 @@ impl KvLayout {
         page_size: PageSize,
         page_count: u32,
     ) -> Result<Self, LayoutError> {
-        let k_row = dtype.row_words(geometry.head_dim()) / 4;
-        let v_row = if geometry.is_latent() { 0 } else { dtype.row_words(geometry.v_head_dim()) / 4 };
+        let [k_row, v_row] = row_vectors(&geometry, dtype);
         // Below 2^96, so that the product with a page count stays below 2^128.
         let slots = u128::from(geometry.kv_heads()) * u128::from(page_size.get());
         let page_vectors = slots * u128::from(k_row + v_row);
@@ -98,18 +111,41 @@ impl KvLayout {
         let (Ok(page_stride), Ok(_)) = (u32::try_from(page_vectors), u32::try_from(total)) else {
             return Err(too_large());
         };
-        let rows =
-            |base: u32, row: u32| RowLayout { base, page_stride, head_stride: page_size.get() * row, slot_stride: row };
-        let v_base = geometry.kv_heads() * page_size.get() * k_row;
-        Ok(Self {
+        let rows = |base: u32| RowLayout { base, page_stride, head_stride: 0, slot_stride: 0 };
+        let v_base = if geometry.is_latent() { 0 } else { geometry.kv_heads() * page_size.get() * k_row };
+        let layout = Self {
             geometry,
             dtype,
+            order: RowOrder::HeadSlot,
             page_size,
             page_count,
-            k_rows: rows(0, k_row),
-            v_rows: if geometry.is_latent() { rows(0, k_row) } else { rows(v_base, v_row) },
+            k_rows: rows(0),
+            v_rows: rows(v_base),
             bytes: u64::from(page_stride) * u64::from(page_count) * u64::from(VECTOR_BYTES),
-        })
+        };
+        Ok(layout.with_order(RowOrder::HeadSlot))
+    }
+
+    /// The same pool with its rows in another order.
+    #[must_use]
+    pub fn with_order(mut self, order: RowOrder) -> Self {
+        let [k_row, v_row] = self.row_vectors();
+        let v_row = if self.geometry.is_latent() { k_row } else { v_row };
+        for (rows, row) in [(&mut self.k_rows, k_row), (&mut self.v_rows, v_row)] {
+            (rows.head_stride, rows.slot_stride) = match order {
+                RowOrder::HeadSlot => (self.page_size.get() * row, row),
+                RowOrder::SlotHead => (row, self.geometry.kv_heads() * row),
+            };
+        }
+        Self { order, ..self }
+    }
+
+    /// The same kind of pool with other pages.
+    ///
+    /// # Errors
+    /// As [`KvLayout::new`].
+    pub fn with_pages(&self, page_size: PageSize, page_count: u32) -> Result<Self, LayoutError> {
+        Ok(Self::new(self.geometry, self.dtype, page_size, page_count)?.with_order(self.order))
     }
 
     /// Heads and dimensions.
@@ -120,6 +156,11 @@ impl KvLayout {
     /// Type of the elements.
     pub fn dtype(&self) -> Dtype {
         self.dtype
+    }
+
+    /// Order of the rows inside a page.
+    pub fn order(&self) -> RowOrder {
+        self.order
     }
 
     /// Tokens per page.
@@ -149,7 +190,7 @@ impl KvLayout {
 
     /// Vectors of 16 bytes that a token's key row and value row take; no value row where it is part of the key row.
     pub(crate) fn row_vectors(&self) -> [u32; 2] {
-        [self.k_rows.slot_stride, if self.geometry.is_latent() { 0 } else { self.v_rows.slot_stride }]
+        row_vectors(&self.geometry, self.dtype)
     }
 
     /// Creates the pool's buffer (`STORAGE | COPY_DST | COPY_SRC`, zeroed by the device).
@@ -169,4 +210,10 @@ impl KvLayout {
             mapped_at_creation: false,
         }))
     }
+}
+
+/// Vectors of 16 bytes of a key row and of a value row that is not part of it.
+fn row_vectors(geometry: &HeadGeometry, dtype: Dtype) -> [u32; 2] {
+    let vectors = |dim| dtype.row_words(dim) / 4;
+    [vectors(geometry.head_dim()), if geometry.is_latent() { 0 } else { vectors(geometry.v_head_dim()) }]
 }

@@ -18,7 +18,7 @@ pub use append::{Append, AppendCall, AppendError, AppendPlan, AppendSource};
 pub(crate) use append::{SourceVectors, append_buffer_bytes};
 pub use chain::{Namespace, TokenChain};
 pub use invariants::InvariantError;
-pub use layout::{KvLayout, LayoutError, RowLayout};
+pub use layout::{KvLayout, LayoutError, RowLayout, RowOrder};
 pub use pool::{BlockPool, PageCounts, PoolConfig, PoolError, Refused};
 pub use prefix::PrefixStats;
 pub use table::{BlockTable, PageCopy, SwappedTable};

@@ -26,7 +26,7 @@ use crate::geometry::{Dtype, PageSize, padded_dim};
 use crate::kernels::{
     AdapterFacts, BuildError, DECODE_ROWS_MAX, KernelConfig, KernelId, KernelShape, Modifiers, SPLIT_KEYS, Variants,
 };
-use crate::kv::{Append, AppendError, AppendPlan, AppendSource, KvLayout, LayoutError};
+use crate::kv::{Append, AppendError, AppendPlan, AppendSource, KvLayout, LayoutError, RowOrder};
 use crate::plan::{DevicePlan, PlanError, UploadError};
 use crate::selftest::SelfTestError;
 use crate::status::{STATUS_BYTES, Status, StatusError};
@@ -100,6 +100,8 @@ pub struct RunOptions {
     /// For contiguous keys and values: the page ids to use, one per page needed, each once; `None` takes
     /// them in order. Ids may exceed the number of pages needed: the pool then has spare pages.
     pub page_ids: Option<Vec<u32>>,
+    /// Order of slot and head inside a page.
+    pub order: RowOrder,
     /// Type of the output rows: [`Dtype::F32`] or [`Dtype::F16`].
     pub out_dtype: Dtype,
     /// Variants of the kernels to use, untested; `None` leaves the choice to [`Runner::choose`], or takes those without
@@ -110,7 +112,7 @@ pub struct RunOptions {
 impl RunOptions {
     /// Pages of `page_size` in order, output in f32, the runner's choice of kernels.
     pub fn new(page_size: PageSize) -> Self {
-        Self { page_size, page_ids: None, out_dtype: Dtype::F32, variants: None }
+        Self { page_size, page_ids: None, order: RowOrder::HeadSlot, out_dtype: Dtype::F32, variants: None }
     }
 
     /// The kernels that a run of `case` takes, built in the given way.
@@ -151,7 +153,7 @@ impl RunOptions {
             KvSource::Paged { k_pages, .. } => k_pages,
         };
         let layout = KvLayout::new(*case.geometry(), k.dtype(), table.page_size, table.page_count)?;
-        Ok((table, layout))
+        Ok((table, layout.with_order(self.order)))
     }
 }
 

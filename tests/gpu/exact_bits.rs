@@ -1,6 +1,6 @@
 //! What must not change a single bit.
 
-use paged_attention::{Case, Output, RunOptions};
+use paged_attention::{Case, Output, RowOrder, RunOptions};
 use paged_attention_cases::{CaseSpec, Heads, PageOrder, Poison, Pool, Seq, Sequence, assemble, build, generate};
 
 use crate::common::{CONFIGS, Tally, bits, difference, gpu, is_decode, plain_options, rows_of, run_options};
@@ -54,6 +54,29 @@ fn where_the_pages_lie() {
         .map(|pool| spec.clone().paged(pool))
         .to_vec()
     });
+}
+
+/// Rows by head and by slot, through the append and in pages already, in every variant.
+#[test]
+fn in_which_order_the_rows_of_a_page_lie() {
+    let Some(gpu) = gpu() else { return };
+    let mut tally = Tally::new("order");
+    for spec in mixed("order") {
+        for variants in gpu.every_variant(&spec.heads.geometry().unwrap()) {
+            for input in [spec.clone().paged(Pool::new(16).poison(Poison::NaN)), spec.clone().contiguous(Pool::new(7))]
+            {
+                let case = build(&input).unwrap();
+                let options = RunOptions { variants: Some(variants), ..run_options(&input) };
+                let Some(expected) = tally.check_case(gpu, &input, &case, &options) else { continue };
+                let slot_head = RunOptions { order: RowOrder::SlotHead, ..options };
+                match gpu.run(&case, &slot_head) {
+                    Ok(output) => tally.same(&input, &case, difference(&output, &expected)),
+                    Err(why) => tally.fail(&input, None, why),
+                }
+            }
+        }
+    }
+    tally.finish();
 }
 
 #[test]

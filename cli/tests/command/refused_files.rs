@@ -182,7 +182,6 @@ fn flag_values() {
         ),
         f("kv type", &["--kv-dtype", "f64"], &["--kv-dtype", "'f64'"]),
         f("out type", &["--out-dtype", "bf16"], &["--out-dtype", "'bf16'"]),
-        f("layout", &["--layout", "slot"], &["--layout slot", "not supported yet", "head"]),
         f("layout", &["--layout", "dim"], &["--layout", "'dim'"]),
         f("page past 32 bits", &["--page-size", "4294967295"], &["--page-size 4294967295", "can be addressed"]),
         f("causal", &["--causal", "maybe"], &["--causal", "`true` or `false`"]),

@@ -3,7 +3,7 @@
 use paged_attention::kernels::{KernelId, SourceEdit};
 use paged_attention::{
     Append, AppendError, AppendPlan, AppendSource, AttentionConfig, AttentionOptions, Batch, BatchError, BindError,
-    Dtype, Extras, Kernels, KvLayout, PageSize, Status, Workspace,
+    Dtype, Extras, Kernels, KvLayout, PageSize, RowOrder, Status, Workspace,
 };
 use paged_attention_cases::Heads;
 use rand::rngs::StdRng;
@@ -29,11 +29,13 @@ fn random_bytes(rng: &mut StdRng, len: usize) -> Vec<u8> {
     bytes
 }
 
+fn layout(dtype: Dtype, heads: Heads, page_size: u32, page_count: u32) -> KvLayout {
+    KvLayout::new(heads.geometry().unwrap(), dtype, PageSize::new(page_size).unwrap(), page_count).unwrap()
+}
+
 impl<'h> Pool<'h> {
     /// Bytes of any kind in every slot: rows are copied, whatever their bits mean.
-    fn new(host: &'h Host, rng: &mut StdRng, dtype: Dtype, heads: Heads, page_size: u32, page_count: u32) -> Self {
-        let page_size = PageSize::new(page_size).unwrap();
-        let layout = KvLayout::new(heads.geometry().unwrap(), dtype, page_size, page_count).unwrap();
+    fn new(host: &'h Host, rng: &mut StdRng, layout: KvLayout) -> Self {
         let expected = random_bytes(rng, layout.bytes() as usize);
         let (kv, workspace) = (Guarded::new(host, &expected), Workspace::new(&host.device, 0).unwrap());
         Self { host, layout, expected, kv, workspace, workgroups: 0 }
@@ -45,13 +47,16 @@ impl<'h> Pool<'h> {
     }
 
     /// Where a key row and a value row lie, by what the layout's documentation says: `[page, (keys then values),
-    /// kv_head, slot, dim]`.
+    /// kv_head, slot, dim]`, or slot and head the other way round.
     fn places(&self, page: u32, kv_head: u32, slot: u32) -> [usize; 2] {
         let [k_row, v_row] = self.row_bytes();
         let (kv_heads, page_size) = (self.layout.geometry().kv_heads(), self.layout.page_size().get());
         let rows = (kv_heads * page_size) as usize;
         let page_start = page as usize * rows * (k_row + v_row);
-        let row = (kv_head * page_size + slot) as usize;
+        let row = match self.layout.order() {
+            RowOrder::HeadSlot => kv_head * page_size + slot,
+            RowOrder::SlotHead => slot * kv_heads + kv_head,
+        } as usize;
         [page_start + row * k_row, page_start + rows * k_row + row * v_row]
     }
 
@@ -123,12 +128,13 @@ const POOLS: [(Dtype, Heads); 5] = [
 #[test]
 fn rows_go_where_they_belong_and_nowhere_else() {
     let Some(host) = host() else { return };
-    for (dtype, heads) in POOLS {
+    let orders = [RowOrder::HeadSlot, RowOrder::SlotHead];
+    for ((dtype, heads), order) in POOLS.iter().flat_map(|pool| orders.map(|order| (*pool, order))) {
         for page_size in [1, 3, 16] {
-            let what = format!("{dtype}, {heads:?}, pages of {page_size}");
+            let what = format!("{dtype}, {heads:?}, pages of {page_size}, {order:?}");
             let mut rng = StdRng::seed_from_u64(page_size.into());
             let page_count = 40;
-            let mut pool = Pool::new(host, &mut rng, dtype, heads, page_size, page_count);
+            let mut pool = Pool::new(host, &mut rng, layout(dtype, heads, page_size, page_count).with_order(order));
             for round in 0..4 {
                 let mut pages: Vec<u32> = (0..page_count).collect();
                 pages.shuffle(&mut rng);
@@ -161,7 +167,7 @@ fn rows_go_where_they_belong_and_nowhere_else() {
 fn no_tokens_is_no_work() {
     let Some(host) = host() else { return };
     let mut rng = StdRng::seed_from_u64(1);
-    let mut pool = Pool::new(host, &mut rng, Dtype::F16, Heads::new(4, 2, 59), 4, 3);
+    let mut pool = Pool::new(host, &mut rng, layout(Dtype::F16, Heads::new(4, 2, 59), 4, 3));
     pool.append(&mut rng, &Batch { q_indptr: &[0], page_indptr: &[0], page_ids: &[], kv_len: &[] });
     let some = Batch { q_indptr: &[0, 0, 0], page_indptr: &[0, 2, 3], page_ids: &[2, 0, 1], kv_len: &[7, 0] };
     pool.append(&mut rng, &some);
@@ -174,7 +180,7 @@ fn no_tokens_is_no_work() {
 fn one_token_at_a_time_up_to_the_last_slot() {
     let Some(host) = host() else { return };
     let mut rng = StdRng::seed_from_u64(2);
-    let mut pool = Pool::new(host, &mut rng, Dtype::F16, Heads::new(4, 2, 59), 3, 4);
+    let mut pool = Pool::new(host, &mut rng, layout(Dtype::F16, Heads::new(4, 2, 59), 3, 4));
     for kv_len in 1..=9 {
         // The other one reads the same first page and writes nothing.
         let batch =
@@ -226,7 +232,7 @@ fn a_faulty_append_is_noticed() {
         let edits = [SourceEdit { kernel: KernelId::Append, from, to }];
         let kernels = pollster::block_on(Kernels::with_edits(&host.device, &config, &edits)).unwrap();
         let mut rng = StdRng::seed_from_u64(4);
-        let mut pool = Pool::new(host, &mut rng, Dtype::F16, Heads::new(4, 2, 20), 4, 4);
+        let mut pool = Pool::new(host, &mut rng, layout(Dtype::F16, Heads::new(4, 2, 20), 4, 4));
         pool.append(&mut rng, &batch);
         assert_eq!(pool.difference(), None);
         pool.append_with(&mut rng, &batch, &kernels);
