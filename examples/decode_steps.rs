@@ -26,7 +26,14 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let page_size = PageSize::new(16)?;
     let layout = KvLayout::new(heads, Dtype::F16, page_size, 64)?;
     let options = AttentionOptions::new(&heads).with_causal(true);
-    let config = AttentionConfig { q: Dtype::F16, out: Dtype::F32, layout, options, extras: Extras::NONE };
+    let config = AttentionConfig {
+        q: Dtype::F16,
+        out: Dtype::F32,
+        layout,
+        new_rows: Dtype::F16.into(),
+        options,
+        extras: Extras::NONE,
+    };
     let attention = pollster::block_on(Attention::new(&device, &info, &config))?;
     let pages = layout.create_buffer(&device)?;
 
@@ -67,6 +74,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             k: k.as_entire_buffer_binding(),
             v: v.as_entire_buffer_binding(),
             kv: pages.as_entire_buffer_binding(),
+            head_scales: None,
         };
         let append = append.bind(&device, attention.kernels(), source, &workspace)?;
         let io = AttentionIo {

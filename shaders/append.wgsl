@@ -1,4 +1,5 @@
-// Append: copies new key and value rows into the pages, bit for bit.
+// Append: copies new key and value rows into the pages, bit for bit. (Rows that are rotated, or of another type than the
+// pages, take append_converted.wgsl.)
 //
 // Grid: one lane per vector of 16 bytes of (token, KV head, key row then value row), folded into three axes.
 //
@@ -16,6 +17,8 @@
 struct AppendParams {
     k_rows: RowLayout,
     v_rows: RowLayout,
+    k_scales: RowLayout,
+    v_scales: RowLayout,
     tokens: u32,
     kv_heads: u32,
     page_size: u32,

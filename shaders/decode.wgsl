@@ -29,6 +29,10 @@ var<workgroup> scores: array<f32, SCORES>;
 var<workgroup> rows_of: array<vec2<u32>, SPLIT_KEYS>;
 // Not 0 where one of the split's pages does not exist.
 var<workgroup> page_missing: atomic<u32>;
+//if SCALED
+// Their scales, alike.
+var<workgroup> scales_of: array<vec2<f32>, SPLIT_KEYS>;
+//end
 // Per row, PARTS partial maxima and PARTS partial sums.
 var<workgroup> part_max: array<f32, DECODE_LANES>;
 var<workgroup> part_sum: array<f32, DECODE_LANES>;
@@ -62,7 +66,11 @@ fn decode(
         if key >= first {
             let page = checked_page(plan[page_entry(seq, split_begin + key)]);
             missing = missing || !page.exists;
-            rows_of[key] = key_rows(select(0u, page.id, page.exists), item.kv_head, split_begin + key);
+            let place = select(0u, page.id, page.exists);
+            rows_of[key] = key_rows(place, item.kv_head, split_begin + key);
+            //if SCALED
+            scales_of[key] = key_scales(place, item.kv_head, split_begin + key);
+            //end
         }
     }
     if missing {
@@ -98,12 +106,15 @@ fn decode(
         // A lane without a key repeats another one and keeps nothing.
         let key = lane * (SPLIT_KEYS / DECODE_SUBGROUP) + i;
         let k_row = rows_of[clamp(key, first, keys - 1u)].x;
+        //if K_SCALED
+        let k_scale = scales_of[clamp(key, first, keys - 1u)].x;
+        //end
         //each r DECODE_ROWS
         var s_$r = 0.0;
         //end
         //each c QK_CHUNKS
         {
-            let k = load_kv(k_row, $cu, HEAD_DIM);
+            let k = load_key(k_row, $cu);
             //each r DECODE_ROWS
             let q_$r = Chunk(
                 subgroupBroadcast(q_$r_${c / DECODE_SUBGROUP}.lo, ${c % DECODE_SUBGROUP}u),
@@ -115,6 +126,9 @@ fn decode(
         //end
         if key >= first && key < keys {
             //each r DECODE_ROWS
+            //if K_SCALED
+            s_$r *= k_scale;
+            //end
             scores[$ru * SPLIT_KEYS + key] = scored(scores_$r, split_begin + key, s_$r).value;
             //end
         }
@@ -124,6 +138,9 @@ fn decode(
     for (var turn = aligned(first, TURN); turn < keys; turn += TURN) {
         let key = turn + lane / LANES_PER_KEY;
         let k_row = rows_of[clamp(key, first, keys - 1u)].x;
+        //if K_SCALED
+        let k_scale = scales_of[clamp(key, first, keys - 1u)].x;
+        //end
         //each r DECODE_ROWS
         var s_$r = 0.0;
         //end
@@ -131,7 +148,7 @@ fn decode(
         {
             var k = ZERO_CHUNK;
             if lane_of_key + ${i * LANES_PER_KEY}u < QK_CHUNKS {
-                k = load_kv(k_row, lane_of_key + ${i * LANES_PER_KEY}u, HEAD_DIM);
+                k = load_key(k_row, lane_of_key + ${i * LANES_PER_KEY}u);
             }
             //each r DECODE_ROWS
             s_$r = dot_chunk(q_$r_$i, k, s_$r);
@@ -145,6 +162,9 @@ fn decode(
         //end
         if key >= first && key < keys && lane_of_key == 0u {
             //each r DECODE_ROWS
+            //if K_SCALED
+            s_$r *= k_scale;
+            //end
             scores[$ru * SPLIT_KEYS + key] = scored(scores_$r, split_begin + key, s_$r).value;
             //end
         }
@@ -162,17 +182,23 @@ fn decode(
     workgroupBarrier();
     for (var key = aligned(first, DECODE_LANES) + lane; key < keys; key += DECODE_LANES) {
         let k_row = rows_of[max(key, first)].x;
+        //if K_SCALED
+        let k_scale = scales_of[max(key, first)].x;
+        //end
         //each r DECODE_ROWS
         var s_$r = 0.0;
         //end
         for (var c = 0u; c < QK_CHUNKS; c++) {
-            let k = load_kv(k_row, c, HEAD_DIM);
+            let k = load_key(k_row, c);
             //each r DECODE_ROWS
             s_$r = dot_chunk(q_tile[$ru * QK_CHUNKS + c], k, s_$r);
             //end
         }
         if key >= first {
             //each r DECODE_ROWS
+            //if K_SCALED
+            s_$r *= k_scale;
+            //end
             scores[$ru * SPLIT_KEYS + key] = scored(scores_$r, split_begin + key, s_$r).value;
             //end
         }
@@ -202,7 +228,11 @@ fn decode(
                 // What is hidden has NO_SCORE, which no score of the supported range reaches.
                 let s = scores[row * SPLIT_KEYS + key];
                 let p = select(0.0, weight(s, highest), s > NO_SCORE);
+                //if V_SCALED
+                scores[row * SPLIT_KEYS + key] = p * scales_of[key].y;
+                //else
                 scores[row * SPLIT_KEYS + key] = p;
+                //end
                 sum += p;
             }
         }
@@ -235,7 +265,7 @@ fn decode(
         {
             let v_row_of_key = subgroupBroadcast(v_row, $ku);
             //each i V_SPAN
-            let v_$i = load_kv(v_row_of_key, min(lane + ${i * DECODE_LANES}u, V_CHUNKS - 1u), V_HEAD_DIM);
+            let v_$i = load_value(v_row_of_key, min(lane + ${i * DECODE_LANES}u, V_CHUNKS - 1u));
             //end
             //each r DECODE_ROWS
             let p_of_key_$r = subgroupBroadcast(p_$r, $ku);
@@ -260,7 +290,7 @@ fn decode(
             //end
             //each i V_SPAN
             if chunk + ${i * DECODE_LANES}u < V_CHUNKS {
-                let v = load_kv(rows_of[key].y, chunk + ${i * DECODE_LANES}u, V_HEAD_DIM);
+                let v = load_value(rows_of[key].y, chunk + ${i * DECODE_LANES}u);
                 //each r DECODE_ROWS
                 acc_$r_$i = fma_chunk(p_$r, v, acc_$r_$i);
                 //end

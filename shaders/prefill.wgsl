@@ -93,6 +93,12 @@ fn prefill(
         }
         let k_row_$k = row_offset(params.k_rows, at.page.id, item.kv_head, at.slot);
         let v_row_$k = row_offset(params.v_rows, at.page.id, item.kv_head, at.slot);
+        //if K_SCALED
+        let k_scale_$k = key_scale(at.page.id, item.kv_head, at.slot);
+        //end
+        //if V_SCALED
+        let v_scale_$k = value_scale(at.page.id, item.kv_head, at.slot);
+        //end
         // The keys after this one, as far as there are any; before the first key there is none either.
         at = advanced(at, step + $ku - key_begin < key_end - key_begin - 1u);
         //end
@@ -108,7 +114,7 @@ fn prefill(
         //each k 1 STEP_KEYS
         k_offset_$i = select(k_offset_$i, k_row_$k, k_key_$i >= $ku);
         //end
-        let keys_$i = load_kv(k_offset_$i, k_chunk_$i, HEAD_DIM);
+        let keys_$i = load_key(k_offset_$i, k_chunk_$i);
         //end
         //end
         //each c QK_CHUNKS
@@ -120,7 +126,7 @@ fn prefill(
                 subgroupBroadcast(keys_${k * QK_CHUNKS + c / PREFILL_SUBGROUP}.hi, ${k * QK_CHUNKS + c % PREFILL_SUBGROUP}u),
             );
             //else
-            let key_$k = load_kv(k_row_$k, $cu, HEAD_DIM);
+            let key_$k = load_key(k_row_$k, $cu);
             //end
             //end
             //each r ROWS_PER_LANE
@@ -134,14 +140,23 @@ fn prefill(
         //each r ROWS_PER_LANE
         var m_$r = state_$r.m;
         //each k STEP_KEYS
+        //if K_SCALED
+        s_$r_$k *= k_scale_$k;
+        //end
         let score_$r_$k = scored(scores_$r, step + $ku, s_$r_$k);
         m_$r = max(m_$r, score_$r_$k.value);
         //end
         let rescale_$r = weight(state_$r.m, m_$r);
         var sum_$r = 0.0;
         //each k STEP_KEYS
+        //if V_SCALED
+        var p_$r_$k = select(0.0, weight(score_$r_$k.value, m_$r), score_$r_$k.visible);
+        sum_$r += p_$r_$k;
+        p_$r_$k *= v_scale_$k;
+        //else
         let p_$r_$k = select(0.0, weight(score_$r_$k.value, m_$r), score_$r_$k.visible);
         sum_$r += p_$r_$k;
+        //end
         //end
         state_$r = RowState(m_$r, fma(state_$r.l, rescale_$r, sum_$r));
         //end
@@ -155,7 +170,7 @@ fn prefill(
         //each k 1 STEP_KEYS
         v_offset_$i = select(v_offset_$i, v_row_$k, v_key_$i >= $ku);
         //end
-        let values_$i = load_kv(v_offset_$i, v_chunk_$i, V_HEAD_DIM);
+        let values_$i = load_value(v_offset_$i, v_chunk_$i);
         //end
         //end
         //end
@@ -175,7 +190,7 @@ fn prefill(
             );
             //end
             //else
-            let value_$k = load_kv(v_row_$k, $cu, V_HEAD_DIM);
+            let value_$k = load_value(v_row_$k, $cu);
             //end
             //end
             //each r ROWS_PER_LANE

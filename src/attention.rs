@@ -6,7 +6,7 @@ use crate::batch::Batch;
 use crate::case::AttentionOptions;
 use crate::geometry::Dtype;
 use crate::kernels::{AdapterFacts, BuildError, KernelConfig, KernelId, Kernels, Modifiers, Variants, fold_grid};
-use crate::kv::KvLayout;
+use crate::kv::{KvLayout, NewRows};
 use crate::plan::{DevicePlan, PARAMS_BYTES, Params, Plan, PlanError};
 use crate::status::STATUS_WORDS;
 
@@ -19,6 +19,8 @@ pub struct AttentionConfig {
     pub out: Dtype,
     /// The pool of pages, with the head geometry and the type of keys and values.
     pub layout: KvLayout,
+    /// New rows, as an append finds them: the pages' own type, unless they are to be converted.
+    pub new_rows: NewRows,
     /// Scale, causal mask, window and softcap.
     pub options: AttentionOptions,
     /// What else a call brings.
@@ -70,7 +72,8 @@ impl AttentionConfig {
         KernelConfig {
             geometry: *self.layout.geometry(),
             q: self.q,
-            kv: self.layout.dtype(),
+            kv: self.layout.dtypes(),
+            new_rows: self.new_rows,
             out: self.out,
             modifiers: modifiers(&self.options, &self.extras),
             variants,
@@ -168,6 +171,14 @@ pub enum BindError {
     /// The plan was made for kernels of other tile sizes than this attention's.
     #[error("the plan was made for kernels with other tile sizes")]
     OtherKernels,
+    /// The append kernel was built for other rows than the plan's.
+    #[error("the append kernel was built for new rows of {found:?}; the plan has {needed:?}")]
+    OtherRows {
+        /// What it was built for.
+        found: NewRows,
+        /// The plan's.
+        needed: NewRows,
+    },
     /// More workgroups are needed than the device can dispatch at once.
     #[error("kernel `{kernel}` needs {needed} workgroups; the device allows {axis_max} on each of three axes")]
     TooManyWorkgroups {
@@ -195,8 +206,9 @@ pub struct AttentionIo<'a> {
     pub out: wgpu::BufferBinding<'a>,
     /// Log-sum-exp `[total_q, q_heads]`, f32, natural logarithm; `-inf` for a row that sees no key.
     pub lse: wgpu::BufferBinding<'a>,
-    /// Where the configuration has slopes or sinks: pairs `(slope, sink)` in f32, `[q_heads, 2]`. What the configuration has
-    /// not may hold anything.
+    /// Where the configuration has slopes or sinks: pairs `(slope, sink)` in f32, `[q_heads, 2]`. Then, where keys or values
+    /// are fp8: pairs `(key scale, value scale)`, `[kv_heads, 2]`, each from 2^-100 to 2^100; where values are part of the
+    /// keys, theirs is the keys'. What the configuration has not may hold anything.
     pub heads: Option<wgpu::BufferBinding<'a>>,
     /// Where the configuration has a bias: `[1 or q_heads, pairs]`, a pair for every query row and key of its sequence,
     /// row by row and sequence after sequence. `-inf` hides a key; NaN and `+inf` must not occur. Elements are not padded,
@@ -395,7 +407,11 @@ impl Attention {
         let plan_words = wgpu::BufferBinding { buffer: &plan.buffer, offset: PARAMS_BYTES, size: None };
         let plan_bytes = plan.buffer.size().saturating_sub(PARAMS_BYTES);
         let Extras { alibi_slopes, sinks, bias, .. } = self.config.extras;
-        let heads_bytes = (alibi_slopes || sinks).then(|| 8 * u64::from(self.config.layout.geometry().q_heads()));
+        let (geometry, dtypes) = (self.config.layout.geometry(), self.config.layout.dtypes());
+        let pairs = |there: bool, heads: u32| if there { u64::from(heads) } else { 0 };
+        let pairs =
+            pairs(alibi_slopes || sinks, geometry.q_heads()) + pairs(dtypes.has_head_scales(), geometry.kv_heads());
+        let heads_bytes = (pairs > 0).then_some(8 * pairs);
         let bias_bytes = bias.map(|bias| {
             let heads = if bias.per_head { self.config.layout.geometry().q_heads() } else { 1 };
             let elements = plan.score_pairs.saturating_mul(heads.into());

@@ -14,4 +14,16 @@ pub struct Chains {
     /// Roundings on the longest path from a weight or a weighted value to its final sum, rescaling steps
     /// included.
     pub accumulate: u32,
+    /// Whether keys or values have scales, by which scores or weights are multiplied: stored elements may then be up to 448,
+    /// and products with them be lost below `2^-126`.
+    pub scaled: bool,
+}
+
+impl Chains {
+    /// The same where keys or values may have scales: a factor for each score and each weight, and one rounding for the
+    /// product of element and scale that the reference takes for the number stored.
+    pub(crate) fn scaled(self, scaled: bool) -> Self {
+        let more = if scaled { 2 } else { 0 };
+        Self { dot: self.dot + more, accumulate: self.accumulate + more, scaled, ..self }
+    }
 }

@@ -41,6 +41,7 @@ mod status;
 mod tensor;
 mod tuning;
 mod verify;
+mod verify_storage;
 
 pub use attention::{Attention, AttentionConfig, AttentionIo, Bias, BindError, BufferBytes, Call, Extras, Workspace};
 pub use batch::{Batch, BatchBuilder, BatchError, NO_PAGE};
@@ -52,13 +53,15 @@ pub use chains::Chains;
 pub use geometry::{Dtype, GeometryError, HEAD_DIM_MAX, HeadGeometry, PageSize, ROW_ALIGN, V_HEAD_DIM_MAX, padded_dim};
 pub use kernels::{BuildError, KernelConfig, Kernels, Modifiers};
 pub use kv::{
-    Append, AppendCall, AppendError, AppendPlan, AppendSource, BlockPool, BlockTable, InvariantError, KvLayout,
-    LayoutError, Namespace, PageCopy, PageCounts, PoolConfig, PoolError, PrefixStats, Refused, RowLayout, RowOrder,
-    SwappedTable, TokenChain,
+    Append, AppendCall, AppendError, AppendPlan, AppendSource, BlockPool, BlockTable, FP8_MAX, HEAD_SCALE_MAX,
+    HEAD_SCALE_MIN, INT8_MAX, InvariantError, KvDtype, KvDtypeError, KvDtypes, KvLayout, LayoutError, Namespace,
+    NewRows, PageCopy, PageCounts, Pairing, PoolConfig, PoolError, PoolView, PrefixStats, Refused, Rotary, RotaryError,
+    RotaryShape, Rotation, RowLayout, RowOrder, SwappedTable, TokenChain, fp8_to_f32,
 };
 pub use plan::{DevicePlan, Plan, PlanError, UploadError};
 pub use runner::{
-    Choice, ChosenBy, CompileTimes, KernelUse, Output, Preference, RunError, RunOptions, Runner, TUNE_BUDGET, Tuned,
+    Choice, ChosenBy, CompileTimes, KernelUse, Output, Preference, RunError, RunOptions, Runner, StoredKv, TUNE_BUDGET,
+    Tuned,
 };
 pub use selftest::SelfTestError;
 pub use status::{STATUS_BYTES, Status, StatusError};
@@ -66,4 +69,5 @@ pub use tensor::{Tensor, TensorError};
 pub use tuning::{Timing, Tuning, TuningEntry, TuningError, TuningKey};
 
 pub use verify::{Computed, Quantity, Report, VerifyError, Worst, verify};
+pub use verify_storage::{StorageReport, verify_storage};
 pub use wgpu;

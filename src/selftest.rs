@@ -5,9 +5,11 @@ use thiserror::Error;
 use crate::case::{Case, CaseError, CaseExtras, KvSource};
 use crate::geometry::{Dtype, HeadGeometry, PageSize};
 use crate::kernels::KernelConfig;
+use crate::kv::{AppendError, Rotary};
 use crate::runner::{Output, RunError, RunOptions, Runner};
 use crate::tensor::{Tensor, TensorError};
 use crate::verify::{Computed, VerifyError, verify};
+use crate::verify_storage::verify_stored_rows;
 
 /// Why kernels are not trusted.
 #[derive(Clone, Debug, PartialEq, Error)]
@@ -17,6 +19,12 @@ pub enum SelfTestError {
     #[error("the self-test's error is {ratio:.3} times the bound")]
     Outside {
         /// Largest measured error over bound.
+        ratio: f64,
+    },
+    /// Keys or values in the pages are outside the bound.
+    #[error("keys or values in the pages are off by {ratio:.3} times the bound")]
+    Stored {
+        /// Largest error over bound.
         ratio: f64,
     },
     /// The test itself could not be set up: a fault of this crate.
@@ -70,11 +78,24 @@ fn lengths(group: u32) -> Vec<(u32, u32)> {
 pub(crate) fn self_test(runner: &mut Runner, config: &KernelConfig) -> Result<(), RunError> {
     let case = case(config)?;
     let options = RunOptions {
+        kv: Some(config.kv),
+        rotary: config.new_rows.rotary.map(Rotary::example).transpose().map_err(AppendError::from)?,
         out_dtype: config.out,
         variants: Some(config.variants),
         ..RunOptions::new(PageSize::new(7).map_err(CaseError::from)?)
     };
     let output = runner.run(&case, &options)?;
+    // What the append has made of keys and values is judged first, then the attention over that.
+    let case = match &output.stored {
+        Some(stored) => {
+            let ratio = verify_stored_rows(&case, stored)?;
+            if ratio > 1.0 {
+                return Err(SelfTestError::Stored { ratio }.into());
+            }
+            stored.case(&case)?
+        }
+        None => case,
+    };
     let sample = Sample::new(case.geometry().q_heads());
     let (compared, out, lse) = sample.take(case, &output)?;
     let computed = Computed { out: &out, lse: &lse, out_dtype: config.out, chains: &output.chains };
@@ -157,9 +178,12 @@ fn case(config: &KernelConfig) -> Result<Case, SelfTestError> {
         Tensor::from_f32(dtype, &shape, &values)
     };
     let q = tensor(1, config.q, q_rows, group, dims.0)?;
-    let k = tensor(2, config.kv, kv_rows, 1, dims.0)?;
-    let v =
-        if geometry.is_latent() { k.first_of_rows(dims.1 as usize) } else { tensor(3, config.kv, kv_rows, 1, dims.1)? };
+    let k = tensor(2, config.new_rows.dtype, kv_rows, 1, dims.0)?;
+    let v = if geometry.is_latent() {
+        k.first_of_rows(dims.1 as usize)
+    } else {
+        tensor(3, config.new_rows.dtype, kv_rows, 1, dims.1)?
+    };
     let (options, extras) = config.modifiers.example(&geometry);
     let case = Case::new(geometry, options.with_causal(true), q, q_indptr, KvSource::Contiguous { k, v, kv_indptr })?;
     let pairs = case.score_indptr().last().copied().unwrap_or(0) as usize;
@@ -215,7 +239,8 @@ mod tests {
         let config = KernelConfig {
             geometry,
             q: Dtype::F16,
-            kv: Dtype::F32,
+            kv: Dtype::F32.into(),
+            new_rows: Dtype::F32.into(),
             out: Dtype::F32,
             modifiers: Modifiers::NONE,
             variants,
@@ -223,8 +248,9 @@ mod tests {
         let whole = case(&config).unwrap();
         let reference = dense(&whole);
         let narrow = |values: &[f64]| values.iter().map(|x| *x as f32).collect();
-        let chains = Chains { dot: 8, accumulate: 300, step_keys: 1 };
+        let chains = Chains { dot: 8, accumulate: 300, step_keys: 1, scaled: false };
         let output = Output {
+            stored: None,
             out: narrow(&reference.out),
             lse: narrow(&reference.lse),
             out_dtype: Dtype::F32,

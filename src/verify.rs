@@ -169,21 +169,17 @@ pub fn verify(case: &Case, computed: &Computed<'_>) -> Result<Report, VerifyErro
         let lse = *computed.lse.get(at)?;
         dense.attend(&task);
         bound.fill(&task, dense, *computed.chains.get(task.seq)?, computed.out_dtype);
-        let mut verdict = Row::default();
+        let mut verdict = Verdict::default();
         for (dim, ((found, expected), bound)) in out.iter().zip(&dense.out).zip(&bound.out).enumerate() {
-            verdict.judge(Worst::new(Quantity::Out, (row, head, Some(dim)), *found, *expected, *bound));
+            verdict.judge(Quantity::Out, (row, head, Some(dim)), f64::from(*found), *expected, *bound);
         }
-        verdict.judge(Worst::new(Quantity::Lse, (row, head, None), lse, dense.lse, bound.lse));
+        verdict.judge(Quantity::Lse, (row, head, None), f64::from(lse), dense.lse, bound.lse);
         Some(verdict)
     };
 
-    let mut all = Row::default();
+    let mut all = Verdict::default();
     // The lengths have been checked, so that there is a verdict on every row.
     for_rows(case, <(DenseRow, RowBound)>::default, judge, |row| row.into_iter().for_each(|row| all.add(row)));
-    let nmse = match (all.squared_error, all.square) {
-        (0.0, _) => 0.0,
-        (error, square) => error / square,
-    };
     Ok(Report {
         elements: all.elements,
         max_abs_error: all.error_out,
@@ -191,29 +187,13 @@ pub fn verify(case: &Case, computed: &Computed<'_>) -> Result<Report, VerifyErro
         max_bound_ratio: f64::max(all.ratio_out, all.ratio_lse),
         max_bound_ratio_out: all.ratio_out,
         max_bound_ratio_lse: all.ratio_lse,
-        nmse,
+        nmse: all.nmse(),
         worst: all.worst,
     })
 }
 
-impl Worst {
-    fn new(
-        what: Quantity,
-        (row, head, dim): (usize, usize, Option<usize>),
-        found: f32,
-        expected: f64,
-        bound: f64,
-    ) -> Self {
-        let error = error(found, expected);
-        // 0 of 0 is as it should be; anything of 0 is not.
-        let ratio = if error == 0.0 { 0.0 } else { finite_or_infinity(error / bound) };
-        Self { what, row, head, dim, found, expected, bound, ratio }
-    }
-}
-
 /// `|found - expected|`, infinite where it is NaN, and 0 where both are the same infinity.
-fn error(found: f32, expected: f64) -> f64 {
-    let found = f64::from(found);
+fn error(found: f64, expected: f64) -> f64 {
     if found == expected { 0.0 } else { finite_or_infinity((found - expected).abs()) }
 }
 
@@ -223,34 +203,49 @@ fn finite_or_infinity(x: f64) -> f64 {
 
 /// What is known of one row, or of all so far.
 #[derive(Default)]
-struct Row {
-    elements: usize,
-    error_out: f64,
-    error_lse: f64,
-    ratio_out: f64,
-    ratio_lse: f64,
+pub(crate) struct Verdict {
+    pub elements: usize,
+    pub error_out: f64,
+    pub error_lse: f64,
+    pub ratio_out: f64,
+    pub ratio_lse: f64,
     squared_error: f64,
     square: f64,
-    worst: Option<Worst>,
+    pub worst: Option<Worst>,
 }
 
-impl Row {
-    fn judge(&mut self, element: Worst) {
-        let error = error(element.found, element.expected);
+impl Verdict {
+    /// `place` is row, head, and dimension of an `out`.
+    pub(crate) fn judge(
+        &mut self,
+        what: Quantity,
+        (row, head, dim): (usize, usize, Option<usize>),
+        found: f64,
+        expected: f64,
+        bound: f64,
+    ) {
+        let error = error(found, expected);
+        // 0 of 0 is as it should be; anything of 0 is not.
+        let ratio = if error == 0.0 { 0.0 } else { finite_or_infinity(error / bound) };
         self.elements += 1;
-        match element.what {
+        match what {
             Quantity::Out => {
                 self.error_out = self.error_out.max(error);
-                self.ratio_out = self.ratio_out.max(element.ratio);
+                self.ratio_out = self.ratio_out.max(ratio);
                 self.squared_error += error * error;
-                self.square += element.expected * element.expected;
+                self.square += expected * expected;
             }
             Quantity::Lse => {
                 self.error_lse = self.error_lse.max(error);
-                self.ratio_lse = self.ratio_lse.max(element.ratio);
+                self.ratio_lse = self.ratio_lse.max(ratio);
             }
         }
-        self.consider(element);
+        self.consider(Worst { what, row, head, dim, found: found as f32, expected, bound, ratio });
+    }
+
+    /// Sum of squared errors of `out` over the sum of squares of what is expected.
+    pub(crate) fn nmse(&self) -> f64 {
+        if self.squared_error == 0.0 { 0.0 } else { self.squared_error / self.square }
     }
 
     fn consider(&mut self, element: Worst) {
@@ -259,7 +254,7 @@ impl Row {
         }
     }
 
-    fn add(&mut self, row: Self) {
+    pub(crate) fn add(&mut self, row: Self) {
         self.elements += row.elements;
         self.error_out = self.error_out.max(row.error_out);
         self.error_lse = self.error_lse.max(row.error_lse);

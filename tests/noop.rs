@@ -41,6 +41,7 @@ fn config(geometry: HeadGeometry, dtype: Dtype, page_size: u32, page_count: u32)
         q: dtype,
         out: Dtype::F32,
         layout: layout(geometry, dtype, page_size, page_count),
+        new_rows: dtype.into(),
         options: AttentionOptions::new(&geometry).with_causal(true),
         extras: Extras::NONE,
     }
@@ -263,7 +264,8 @@ fn variants_that_cannot_be_built() {
         let config = KernelConfig {
             geometry,
             q: Dtype::F32,
-            kv: Dtype::F32,
+            kv: Dtype::F32.into(),
+            new_rows: Dtype::F32.into(),
             out: Dtype::F32,
             modifiers: Modifiers::NONE,
             variants,
@@ -272,8 +274,15 @@ fn variants_that_cannot_be_built() {
         assert!(matches!(error, BuildError::Variants { .. }), "{error}");
     }
     let variants = Variants { decode: DecodeVariant::Exchange { subgroup: 8 }, ..good };
-    let config =
-        KernelConfig { geometry, q: Dtype::F32, kv: Dtype::F32, out: Dtype::F32, modifiers: Modifiers::NONE, variants };
+    let config = KernelConfig {
+        geometry,
+        q: Dtype::F32,
+        kv: Dtype::F32.into(),
+        new_rows: Dtype::F32.into(),
+        out: Dtype::F32,
+        modifiers: Modifiers::NONE,
+        variants,
+    };
     let error = pollster::block_on(Kernels::new(&device, &config)).unwrap_err();
     assert_eq!(error, BuildError::Subgroups { kernel: "decode", subgroup: 8 });
 }
@@ -373,7 +382,7 @@ fn appends_that_cannot_be_bound() {
             "v" => v = with,
             _ => kv = with,
         }
-        append.bind(&app.device, app.attention.kernels(), AppendSource { k, v, kv }, &app.workspace)
+        append.bind(&app.device, app.attention.kernels(), AppendSource { k, v, kv, head_scales: None }, &app.workspace)
     };
     for ((name, needed), buffer) in needed.into_iter().zip(&buffers) {
         let error = |with| bind(name, with).map(|_| ());
@@ -391,7 +400,7 @@ fn appends_that_cannot_be_bound() {
     let append = Append::upload(&small.device, &plan).unwrap();
     let buffers = needed.map(|(_, bytes)| storage(&small.device, bytes));
     let [k, v, kv] = buffers.each_ref().map(|buffer| buffer.as_entire_buffer_binding());
-    let source = AppendSource { k, v, kv };
+    let source = AppendSource { k, v, kv, head_scales: None };
     assert_eq!(
         append.bind(&small.device, small.attention.kernels(), source, &small.workspace).map(|_| ()),
         Err(BindError::TooManyWorkgroups { kernel: "append", needed: groups, axis_max: 1 })
@@ -404,7 +413,8 @@ fn kernels_that_cannot_be_built() {
     let kernel_config = KernelConfig {
         geometry,
         q: Dtype::F16,
-        kv: Dtype::F16,
+        kv: Dtype::F16.into(),
+        new_rows: Dtype::F16.into(),
         out: Dtype::F32,
         modifiers: Modifiers::NONE,
         variants: base(&geometry),
@@ -494,7 +504,15 @@ fn base_kernels_need_default_limits_and_no_features() {
             ] {
                 let geometry = HeadGeometry::with_v_head_dim(q_heads, kv_heads, head_dim, v_head_dim).unwrap();
                 let variants = Variants::base(&facts, &geometry);
-                let config = KernelConfig { geometry, q, kv, out, modifiers: Modifiers::NONE, variants };
+                let config = KernelConfig {
+                    geometry,
+                    q,
+                    kv: kv.into(),
+                    new_rows: kv.into(),
+                    out,
+                    modifiers: Modifiers::NONE,
+                    variants,
+                };
                 pollster::block_on(Kernels::new(&device, &config)).unwrap();
             }
         }
@@ -507,7 +525,7 @@ fn base_kernels_need_default_limits_and_no_features() {
     let append = Append::upload(&app.device, &plan).unwrap();
     let new_rows = [(); 2].map(|()| storage(&app.device, 41 * 2 * 3 * 16));
     let [k, v] = new_rows.each_ref().map(|buffer| buffer.as_entire_buffer_binding());
-    let source = AppendSource { k, v, kv: app.buffers[1].as_entire_buffer_binding() };
+    let source = AppendSource { k, v, kv: app.buffers[1].as_entire_buffer_binding(), head_scales: None };
     let append = append.bind(&app.device, app.attention.kernels(), source, &app.workspace).unwrap();
     let call = app.attention.bind(&app.device, &app.device_plan, app.io(), &app.workspace).unwrap();
     let mut encoder = app.device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
@@ -677,7 +695,10 @@ fn appends_that_cannot_be_planned() {
     let wide = layout(HeadGeometry::new(heads, heads, 8).unwrap(), Dtype::F16, 1, 1);
     let batch = Batch { q_indptr: &[0, 1], page_indptr: &[0, 1], page_ids: &[0], kv_len: &[1] };
     let (needed, limit) = (u64::from(u32::MAX) - 1, u64::from(u32::MAX) - 64);
-    assert_eq!(AppendPlan::new(&wide, &batch), Err(AppendError::TooLarge { needed, limit }));
+    assert_eq!(
+        AppendPlan::new(&wide, &batch),
+        Err(AppendError::TooLarge { what: "vectors of 16 bytes", needed, limit })
+    );
 }
 
 #[test]

@@ -16,7 +16,7 @@ use std::{fs, thread};
 use naga::back;
 use naga::valid::{Capabilities, ModuleInfo, ValidationFlags, Validator};
 use paged_attention::kernels::{AdapterFacts, Alternatives, KernelId, SUBGROUP_SIZES, Variants};
-use paged_attention::{Dtype, HeadGeometry, KernelConfig, Modifiers};
+use paged_attention::{Dtype, HeadGeometry, KernelConfig, KvDtype, KvDtypes, Modifiers, NewRows, Pairing, RotaryShape};
 
 /// `(head_dim, v_head_dim)`: the smallest, the largest, odd ones, and those of well-known models.
 const DIMS: [(u32, u32); 10] =
@@ -33,7 +33,7 @@ struct Variant {
 
 impl Variant {
     fn new(kernel: KernelId, config: KernelConfig) -> Self {
-        let KernelConfig { geometry, q, kv, out, modifiers, variants } = config;
+        let KernelConfig { geometry, q, kv, new_rows, out, modifiers, variants } = config;
         let Modifiers { window_left, softcap, alibi, sinks, mask, bias } = modifiers;
         let modifiers: String = [
             (window_left, "-window"),
@@ -46,8 +46,11 @@ impl Variant {
         .into_iter()
         .filter_map(|(on, name)| on.then_some(name))
         .collect();
+        let kv = kv.to_string().replace('/', "_");
+        let rotary = new_rows.rotary.map_or(String::new(), |rotary| format!("-{:?}{}", rotary.pairing, rotary.dims));
+        let new = if kernel == KernelId::Append { format!("-new_{}{rotary}", new_rows.dtype) } else { String::new() };
         let name = format!(
-            "{}-{}-{}-g{}-d{}-v{}-q_{q}-kv_{kv}-out_{out}{modifiers}",
+            "{}-{}-{}-g{}-d{}-v{}-q_{q}-kv_{kv}-out_{out}{modifiers}{new}",
             kernel.entry_point(),
             variants.prefill,
             variants.decode,
@@ -75,7 +78,15 @@ fn variants() -> Vec<Variant> {
                 for out in OUT {
                     let alike = q == kv && (q == Dtype::F32) == (out == Dtype::F32);
                     for variants in Variants::all(&geometry) {
-                        let config = KernelConfig { geometry, q, kv, out, modifiers: Modifiers::NONE, variants };
+                        let config = KernelConfig {
+                            geometry,
+                            q,
+                            kv: kv.into(),
+                            new_rows: kv.into(),
+                            out,
+                            modifiers: Modifiers::NONE,
+                            variants,
+                        };
                         let subgroups = variants.prefill.subgroup > 0;
                         let kernels = KernelId::ALL.into_iter().filter(|kernel| {
                             if subgroups {
@@ -92,6 +103,7 @@ fn variants() -> Vec<Variant> {
     }
     all.extend(alternatives());
     all.extend(modified());
+    all.extend(stored());
     all
 }
 
@@ -117,10 +129,68 @@ fn modified() -> Vec<Variant> {
         .flat_map(|(geometry, modifiers)| {
             let (q, kv, out) = (Dtype::F32, Dtype::F16, Dtype::F32);
             let variants = Variants::all(&geometry).into_iter();
-            variants.map(move |variants| KernelConfig { geometry, q, kv, out, modifiers, variants })
+            variants.map(move |variants| KernelConfig {
+                geometry,
+                q,
+                kv: kv.into(),
+                new_rows: kv.into(),
+                out,
+                modifiers,
+                variants,
+            })
         })
         .flat_map(|config| KernelId::ALL.map(|kernel| Variant::new(kernel, config)))
         .collect()
+}
+
+/// Keys and values with scales in every variant, with and without numbers per query head beside them; and every way into
+/// the pages.
+fn stored() -> Vec<Variant> {
+    let of = |k: KvDtype, v: KvDtype| KvDtypes { k, v };
+    let (int8, fp8, f16) = (KvDtype::Int8, KvDtype::Fp8, KvDtype::F16);
+    let heads = Modifiers { alibi: true, ..Modifiers::NONE };
+    let plain = HeadGeometry::new(8, 2, 64).expect("a legal geometry");
+    let ragged = HeadGeometry::with_v_head_dim(3, 3, 21, 59).expect("a legal geometry");
+    let latent = HeadGeometry::latent(16, 576, 512).expect("a legal geometry");
+    let config = |geometry, kv, new_rows, modifiers, variants| KernelConfig {
+        geometry,
+        q: Dtype::F32,
+        kv,
+        new_rows,
+        out: Dtype::F32,
+        modifiers,
+        variants,
+    };
+    let mut all = Vec::new();
+    for (geometry, kv, modifiers) in [
+        (plain, of(int8, int8), Modifiers::NONE),
+        (plain, of(fp8, fp8), Modifiers::NONE),
+        (plain, of(int8, f16), Modifiers::NONE),
+        (plain, of(f16, fp8), heads),
+        (ragged, of(fp8, int8), heads),
+        (latent, of(int8, int8), Modifiers::NONE),
+        (latent, of(fp8, fp8), Modifiers::NONE),
+    ] {
+        for variants in Variants::all(&geometry) {
+            let config = config(geometry, kv, Dtype::F32.into(), modifiers, variants);
+            let kernels = [KernelId::Prefill, KernelId::Decode, KernelId::Merge];
+            all.extend(kernels.map(|kernel| Variant::new(kernel, config)));
+        }
+    }
+    for (geometry, first) in [(plain, 0), (ragged, 3), (latent, 512)] {
+        let variants = Variants::base(&AdapterFacts::PLAIN_GPU, &geometry);
+        for (k, v) in KvDtype::ALL.iter().flat_map(|k| KvDtype::ALL.map(|v| (*k, v))) {
+            for dtype in STORED {
+                let rotary = [Pairing::Interleaved, Pairing::HalfSplit]
+                    .map(|pairing| Some(RotaryShape { pairing, first, dims: 18 }));
+                for rotary in [None].into_iter().chain(rotary) {
+                    let config = config(geometry, of(k, v), NewRows { dtype, rotary }, Modifiers::NONE, variants);
+                    all.push(Variant::new(KernelId::Append, config));
+                }
+            }
+        }
+    }
+    all
 }
 
 /// What a caller can have beside the rule's choice: the variants that tuning tries, and those that compile quickly.
@@ -139,7 +209,15 @@ fn alternatives() -> Vec<Variant> {
             let prefill = prefill.into_iter().map(|prefill| (KernelId::Prefill, Variants { prefill, ..rule }));
             let decode = decode.into_iter().map(|decode| (KernelId::Decode, Variants { decode, ..rule }));
             let (q, kv, out) = (Dtype::F32, Dtype::F32, Dtype::F32);
-            let config = |variants| KernelConfig { geometry, q, kv, out, modifiers: Modifiers::NONE, variants };
+            let config = |variants| KernelConfig {
+                geometry,
+                q,
+                kv: kv.into(),
+                new_rows: kv.into(),
+                out,
+                modifiers: Modifiers::NONE,
+                variants,
+            };
             all.extend(prefill.chain(decode).map(|(kernel, variants)| Variant::new(kernel, config(variants))));
         }
     }
@@ -342,7 +420,8 @@ fn every_shader_file_is_part_of_a_kernel_and_begins_with_its_purpose() {
     let geometry = HeadGeometry::new(8, 2, 64).expect("a legal geometry");
     let (q, kv, out) = (Dtype::F32, Dtype::F32, Dtype::F32);
     let variants = Variants::base(&AdapterFacts::PLAIN_GPU, &geometry);
-    let config = KernelConfig { geometry, q, kv, out, modifiers: Modifiers::NONE, variants };
+    let config =
+        KernelConfig { geometry, q, kv: kv.into(), new_rows: kv.into(), out, modifiers: Modifiers::NONE, variants };
     let sources = KernelId::ALL.map(|kernel| kernel.wgsl(&config).expect("the kernel expands"));
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("shaders");
     let mut files = 0;

@@ -175,7 +175,7 @@ pub struct PagingFlags {
     #[arg(long, value_name = "SEED", allow_hyphen_values = true)]
     pub shuffle_pages: Option<u64>,
 
-    /// Type in which the pages are stored: keys and values are rounded to it first [default: the file's]
+    /// Type in which the pages hold keys and values [default: the file's]
     #[arg(long, value_name = "TYPE", value_enum)]
     pub kv_dtype: Option<KvDtype>,
 
@@ -239,33 +239,20 @@ pub enum KvDtype {
     F16,
     /// bfloat16
     Bf16,
-    /// 8-bit integer with a scale (not supported yet)
-    #[value(hide = true)]
+    /// 8-bit integer, with a scale for every token and head
     Int8,
-    /// 8-bit float (not supported yet)
-    #[value(hide = true)]
+    /// 8-bit float (e4m3), with a scale for every head: its largest magnitude over 448
     Fp8,
 }
 
-impl KvDtype {
-    /// The library's type of the same name, where it is a float that pages can be stored in.
-    pub fn float(self) -> Option<paged_attention::Dtype> {
-        match self {
-            Self::F32 => Some(paged_attention::Dtype::F32),
-            Self::F16 => Some(paged_attention::Dtype::F16),
-            Self::Bf16 => Some(paged_attention::Dtype::Bf16),
-            Self::Int8 | Self::Fp8 => None,
-        }
-    }
-
-    /// As it is written on the command line.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::F32 => "f32",
-            Self::F16 => "f16",
-            Self::Bf16 => "bf16",
-            Self::Int8 => "int8",
-            Self::Fp8 => "fp8",
+impl From<KvDtype> for paged_attention::KvDtype {
+    fn from(dtype: KvDtype) -> Self {
+        match dtype {
+            KvDtype::F32 => Self::F32,
+            KvDtype::F16 => Self::F16,
+            KvDtype::Bf16 => Self::Bf16,
+            KvDtype::Int8 => Self::Int8,
+            KvDtype::Fp8 => Self::Fp8,
         }
     }
 }

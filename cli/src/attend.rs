@@ -4,14 +4,16 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressStyle};
-use paged_attention::{Case, Computed, Dtype, KvSource, Output, PageSize, RunError, RunOptions, verify};
+use paged_attention::{
+    Case, Computed, Dtype, KvSource, Output, PageSize, RunError, RunOptions, verify, verify_storage,
+};
 
 use crate::args::AttendArgs;
 use crate::choosing::Choosing;
 use crate::device;
 use crate::error::InputError;
-use crate::report::{self, AdapterName, CaseResult, Measured, Summary};
-use crate::{case_file, inputs, output, pages, settings, table};
+use crate::report::{self, AdapterName, CaseResult, Judged, Measured, Summary};
+use crate::{case_file, inputs, output, pages, table};
 
 /// Cases are kept from the check to the run up to this many bytes of files; the rest is read a second time.
 const KEPT_BYTES_MAX: u64 = 1 << 30;
@@ -52,8 +54,7 @@ type Indexed = Vec<(usize, CaseResult)>;
 
 /// All checks of inputs, flags and output places. Nothing here touches a GPU.
 fn prepare(args: &AttendArgs, several: bool) -> Result<(Vec<Ready>, Indexed, Choosing), u8> {
-    let flags = settings::check_flags(&args.paging).and_then(|()| Choosing::load(&args.choosing));
-    let choosing = flags.map_err(|error| {
+    let choosing = Choosing::load(&args.choosing).map_err(|error| {
         complain(&error);
         report::UNUSABLE
     })?;
@@ -152,13 +153,13 @@ fn run_one(
     };
     let (options, page_size) = run_options(args, &case).map_err(|error| (report::UNUSABLE, error.to_string()))?;
     let output = run(&case, &options).map_err(|error| (report::NO_DEVICE, error))?;
-    let report = judge(&case, &output).map_err(|error| (report::NO_DEVICE, error))?;
+    let judged = judge(&case, &output).map_err(|error| (report::NO_DEVICE, error))?;
     if let Some(place) = &ready.place {
         output::write(place, &case, &output).map_err(|error| (report::UNUSABLE, error.to_string()))?;
     }
-    let shape = report::Shape::new(&case, page_size, options.out_dtype);
+    let shape = report::Shape::new(&case, page_size, &options);
     let place = ready.place.map(|place| place.display().to_string());
-    Ok(Measured::new(adapter, shape, &output, &report, place))
+    Ok(Measured::new(adapter, shape, &output, &judged, place))
 }
 
 fn run_options(args: &AttendArgs, case: &Case) -> Result<(RunOptions, PageSize), InputError> {
@@ -169,6 +170,7 @@ fn run_options(args: &AttendArgs, case: &Case) -> Result<(RunOptions, PageSize),
     let mut options = RunOptions::new(page_size);
     options.page_ids = args.paging.shuffle_pages.map(|seed| pages::shuffled(case, page_size, seed));
     options.order = args.paging.layout.into();
+    options.kv = args.paging.kv_dtype.map(|dtype| paged_attention::KvDtype::from(dtype).into());
     options.out_dtype = Dtype::from(args.out_dtype);
     Ok((options, page_size))
 }
@@ -189,11 +191,21 @@ fn refusal(args: &AttendArgs, case: &Case, error: RunError) -> InputError {
     }
 }
 
-/// Compares a result with the float64 reference.
-pub fn judge(case: &Case, output: &Output) -> Result<paged_attention::Report, String> {
-    let Output { out, lse, out_dtype, chains, .. } = output;
-    verify(case, &Computed { out, lse, out_dtype: *out_dtype, chains })
-        .map_err(|error| format!("the result cannot be judged: {error}"))
+/// Compares a result with the float64 reference: that of the keys and values that the pages hold, and these with the
+/// case's own.
+pub fn judge(case: &Case, output: &Output) -> Result<Judged, String> {
+    let judged = |error: &dyn std::fmt::Display| format!("the result cannot be judged: {error}");
+    let Output { out, lse, out_dtype, chains, stored, .. } = output;
+    let computed = Computed { out, lse, out_dtype: *out_dtype, chains };
+    let Some(stored) = stored else {
+        let report = verify(case, &computed).map_err(|error| judged(&error))?;
+        return Ok(Judged { report, storage: None });
+    };
+    let seen = stored.case(case).map_err(|error| judged(&error))?;
+    Ok(Judged {
+        report: verify(&seen, &computed).map_err(|error| judged(&error))?,
+        storage: Some(verify_storage(case, stored).map_err(|error| judged(&error))?),
+    })
 }
 
 /// Prints the report. Of a single case that did not run, the message on standard error is all there is.

@@ -3,13 +3,12 @@
 use std::path::Path;
 
 use paged_attention::{
-    AttentionOptions, Case, CaseError, CaseExtras, Dtype, HEAD_DIM_MAX, HeadGeometry, KvSource, PageSize, Tensor,
-    V_HEAD_DIM_MAX,
+    AttentionOptions, Case, CaseExtras, Dtype, HEAD_DIM_MAX, HeadGeometry, KvSource, PageSize, Tensor, V_HEAD_DIM_MAX,
 };
 use safetensors::tensor::TensorView;
 use safetensors::{SafeTensorError, SafeTensors};
 
-use crate::args::{KvDtype, PagingFlags, SettingFlags};
+use crate::args::{PagingFlags, SettingFlags};
 use crate::error::InputError;
 use crate::{header, index, inputs, settings};
 
@@ -61,7 +60,6 @@ pub fn parse(bytes: &[u8], flags: &SettingFlags, paging: &PagingFlags) -> Result
     let k = tensors.floats(k_name, shape, rank)?;
     let v = tensors.floats(v_name, shape, rank)?;
     let geometry = geometry(&q, (k_name, &k), (v_name, &v))?;
-    let (k, v) = (stored(k_name, k, paging)?, stored(v_name, v, paging)?);
 
     let mut options = AttentionOptions::new(&geometry)
         .with_causal(settings.causal)
@@ -94,12 +92,7 @@ pub fn parse(bytes: &[u8], flags: &SettingFlags, paging: &PagingFlags) -> Result
         let kv_indptr = tensors.indptr("kv_indptr", total_kv, ("q_indptr", q_seqs))?;
         (q_indptr, KvSource::Contiguous { k, v, kv_indptr })
     };
-    let case = Case::new(geometry, options, q, q_indptr, kv).map_err(|error| match (error, paging.kv_dtype) {
-        (error @ CaseError::NotFinite { tensor, .. }, Some(dtype)) if [k_name, v_name].contains(&tensor) => {
-            InputError::Stored { dtype: dtype.name(), error }
-        }
-        (error, _) => error.into(),
-    })?;
+    let case = Case::new(geometry, options, q, q_indptr, kv)?;
     // A case without extras has passed its checks.
     let extras = tensors.extras()?;
     let case = if extras.is_empty() { case } else { case.with_extras(extras)? };
@@ -114,15 +107,6 @@ fn check_paging(is_paged: bool, paging: &PagingFlags) -> Result<(), InputError> 
             Err(InputError::Flag { flag, why: "the file is paged already (`k_pages`, `v_pages`)".into() })
         }
         _ => Ok(()),
-    }
-}
-
-/// Keys or values as the pages are to hold them.
-fn stored(name: &'static str, tensor: Tensor, paging: &PagingFlags) -> Result<Tensor, InputError> {
-    match paging.kv_dtype.and_then(KvDtype::float) {
-        Some(dtype) if dtype != tensor.dtype() => Tensor::from_f32(dtype, tensor.shape(), &tensor.to_f32())
-            .map_err(|error| InputError::Tensor { tensor: name, error }),
-        _ => Ok(tensor),
     }
 }
 

@@ -78,14 +78,6 @@ pub enum InputError {
         /// The entry.
         found: u8,
     },
-    /// Keys or values that are not finite in the type that they are to be stored in.
-    #[error("as --kv-dtype {dtype} stores it, {error}")]
-    Stored {
-        /// The type.
-        dtype: &'static str,
-        /// The element.
-        error: paged_attention::CaseError,
-    },
     /// A metadata string that cannot be used.
     #[error("metadata `{key}` is \"{found}\": {needed}")]
     Metadata {
@@ -111,14 +103,6 @@ pub enum InputError {
         path: std::path::PathBuf,
         /// What is in the way.
         why: String,
-    },
-    /// Something that a later version provides.
-    #[error("{what} is not supported yet; {instead}")]
-    Unsupported {
-        /// The option or tensor.
-        what: String,
-        /// What is supported.
-        instead: &'static str,
     },
     /// The parts do not fit together.
     #[error(transparent)]

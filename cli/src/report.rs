@@ -2,7 +2,9 @@
 
 use std::collections::BTreeSet;
 
-use paged_attention::{Case, CaseExtras, KernelUse, KvSource, Output, PageSize, Report};
+use paged_attention::{
+    Case, CaseExtras, KernelUse, KvDtypes, KvLayout, Output, PageSize, Report, RunOptions, StorageReport, Worst,
+};
 use serde::{Serialize, Serializer};
 
 use crate::choosing::Chosen;
@@ -66,7 +68,14 @@ pub struct Shape {
     pub head_dim: u32,
     pub v_head_dim: u32,
     pub q_dtype: String,
+    /// Type in which the pages hold keys and values.
     pub kv_dtype: String,
+    /// Type in which the file has them.
+    pub kv_input_dtype: String,
+    /// Bytes of a token's keys and values in the pages, padding and scales included.
+    pub kv_bytes_per_token: Option<f64>,
+    /// The same in f16.
+    pub kv_bytes_per_token_f16: Option<f64>,
     pub out_dtype: String,
     pub page_size: u32,
     pub paged_input: bool,
@@ -83,12 +92,16 @@ pub struct Shape {
 
 impl Shape {
     /// Reads them off a case; `page_size` is for one that is not paged yet.
-    pub fn new(case: &Case, page_size: PageSize, out_dtype: paged_attention::Dtype) -> Self {
+    pub fn new(case: &Case, page_size: PageSize, options: &RunOptions) -> Self {
         let lengths = case.lengths();
         let geometry = case.geometry();
-        let kv_dtype = match case.kv() {
-            KvSource::Contiguous { k, .. } | KvSource::Paged { k_pages: k, .. } => k.dtype(),
+        let page_size = case.page_size().unwrap_or(page_size);
+        let stored = options.kv_dtypes(case);
+        let per_token = |dtypes: KvDtypes| {
+            let layout = KvLayout::new(*geometry, dtypes, page_size, 1).ok()?;
+            Some(layout.page_bytes() as f64 / f64::from(page_size.get()))
         };
+        let out_dtype = options.out_dtype;
         let options = case.options();
         let CaseExtras { alibi_slopes, sinks, mask, bias, .. } = case.extras();
         Self {
@@ -100,9 +113,12 @@ impl Shape {
             head_dim: geometry.head_dim(),
             v_head_dim: geometry.v_head_dim(),
             q_dtype: case.q().dtype().to_string(),
-            kv_dtype: kv_dtype.to_string(),
+            kv_dtype: stored.to_string(),
+            kv_input_dtype: case.kv().dtype().to_string(),
+            kv_bytes_per_token: per_token(stored),
+            kv_bytes_per_token_f16: per_token(paged_attention::Dtype::F16.into()),
             out_dtype: out_dtype.to_string(),
-            page_size: case.page_size().unwrap_or(page_size).get(),
+            page_size: page_size.get(),
             paged_input: case.page_size().is_some(),
             causal: options.causal,
             scale: options.scale,
@@ -141,6 +157,64 @@ pub struct WorstElement {
     pub ratio: f64,
 }
 
+impl From<&Worst> for WorstElement {
+    fn from(worst: &Worst) -> Self {
+        Self {
+            what: worst.what.to_string(),
+            row: worst.row as u64,
+            head: worst.head as u64,
+            dim: worst.dim.map(|dim| dim as u64),
+            found: f64::from(worst.found),
+            expected: worst.expected,
+            bound: worst.bound,
+            ratio: worst.ratio,
+        }
+    }
+}
+
+/// How a result was judged.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Judged {
+    /// The kernels' arithmetic, on the keys and values that the pages hold.
+    pub report: Report,
+    /// Where these are not the case's own: how far they are from them, and what that does to the result.
+    pub storage: Option<StorageReport>,
+}
+
+/// What storing keys and values in another type does, in exact arithmetic.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Stored {
+    /// Largest error of an element of the result that exact arithmetic makes of the stored keys and values.
+    #[serde(serialize_with = "finite_or_name")]
+    pub max_abs_error: f64,
+    #[serde(serialize_with = "finite_or_name")]
+    pub nmse: f64,
+    /// Error over bound, of the elements of keys and values, and of the result.
+    #[serde(serialize_with = "finite_or_name")]
+    pub max_bound_ratio_k: f64,
+    #[serde(serialize_with = "finite_or_name")]
+    pub max_bound_ratio_v: f64,
+    #[serde(serialize_with = "finite_or_name")]
+    pub max_bound_ratio_out: f64,
+    #[serde(serialize_with = "finite_or_name")]
+    pub max_bound_ratio_lse: f64,
+    pub worst: Option<WorstElement>,
+}
+
+impl From<&StorageReport> for Stored {
+    fn from(report: &StorageReport) -> Self {
+        Self {
+            max_abs_error: report.max_abs_error,
+            nmse: report.nmse,
+            max_bound_ratio_k: report.max_bound_ratio_k,
+            max_bound_ratio_v: report.max_bound_ratio_v,
+            max_bound_ratio_out: report.max_bound_ratio_out,
+            max_bound_ratio_lse: report.max_bound_ratio_lse,
+            worst: report.worst.as_ref().map(WorstElement::from),
+        }
+    }
+}
+
 /// One case that ran.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Measured {
@@ -162,6 +236,8 @@ pub struct Measured {
     #[serde(serialize_with = "finite_or_name")]
     pub nmse: f64,
     pub worst: Option<WorstElement>,
+    /// Where the pages hold another type than the file.
+    pub storage: Option<Stored>,
     pub gpu_ms: Option<f64>,
     pub wall_ms: f64,
     pub workspace_bytes: u64,
@@ -170,9 +246,11 @@ pub struct Measured {
 
 impl Measured {
     /// Puts together what ran and how it was judged.
-    pub fn new(adapter: AdapterName, shape: Shape, output: &Output, report: &Report, out: Option<String>) -> Self {
+    pub fn new(adapter: AdapterName, shape: Shape, output: &Output, judged: &Judged, out: Option<String>) -> Self {
+        let Judged { report, storage } = judged;
         Self {
-            passed: report.passed(),
+            passed: report.passed() && storage.as_ref().is_none_or(StorageReport::passed),
+            storage: storage.as_ref().map(Stored::from),
             adapter,
             kernel: output.kernels.iter().map(Kernel::from).collect(),
             choice: output.choice.as_ref().map(Chosen::from),
@@ -182,16 +260,7 @@ impl Measured {
             max_bound_ratio_out: report.max_bound_ratio_out,
             max_bound_ratio_lse: report.max_bound_ratio_lse,
             nmse: report.nmse,
-            worst: report.worst.as_ref().map(|worst| WorstElement {
-                what: worst.what.to_string(),
-                row: worst.row as u64,
-                head: worst.head as u64,
-                dim: worst.dim.map(|dim| dim as u64),
-                found: f64::from(worst.found),
-                expected: worst.expected,
-                bound: worst.bound,
-                ratio: worst.ratio,
-            }),
+            worst: report.worst.as_ref().map(WorstElement::from),
             gpu_ms: output.gpu_ms,
             wall_ms: output.wall_ms,
             workspace_bytes: output.workspace_bytes,

@@ -65,7 +65,7 @@ impl SelfTest {
         verdict.chosen = device.choose_for(&case, &options)?.as_ref().map(Chosen::from);
         let output = device.run(&case, &options)?;
         verdict.ran = output.kernels.iter().map(Kernel::from).collect();
-        let report = attend::judge(&case, &output)?;
+        let report = attend::judge(&case, &output)?.report;
         verdict.max_bound_ratio = Some(report.max_bound_ratio).filter(|ratio| ratio.is_finite());
         if !report.passed() {
             return Err(format!("outside the error bound, ratio {:.3}", report.max_bound_ratio));

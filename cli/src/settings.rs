@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use paged_attention::{PageSize, SOFTCAP_MAX, SOFTCAP_MIN};
 
-use crate::args::{PagingFlags, SettingFlags};
+use crate::args::SettingFlags;
 use crate::error::InputError;
 
 /// One side of a window: so many keys, or all.
@@ -68,18 +68,6 @@ pub fn parse_softcap(text: &str) -> Result<Cap, String> {
 pub fn parse_page_size(text: &str) -> Result<PageSize, String> {
     let tokens: u32 = text.parse().map_err(|_| format!("a whole number from 1 to {} is needed", u32::MAX))?;
     PageSize::new(tokens).map_err(|error| error.to_string())
-}
-
-/// Flags that can be refused without looking at a file.
-pub fn check_flags(paging: &PagingFlags) -> Result<(), InputError> {
-    use crate::args::KvDtype::{Fp8, Int8};
-    if let Some(dtype @ (Int8 | Fp8)) = paging.kv_dtype {
-        return Err(InputError::Unsupported {
-            what: format!("--kv-dtype {}", dtype.name()),
-            instead: "the type that the file's keys and values have is",
-        });
-    }
-    Ok(())
 }
 
 /// Reads the metadata under the flags: a value that a flag replaces is not even looked at. Unknown keys are ignored.

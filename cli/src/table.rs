@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::fmt::Write;
 
 use crate::choosing::Chosen;
-use crate::report::{AdapterName, CaseResult, Kernel, Measured, Shape, Summary, UNUSABLE};
+use crate::report::{AdapterName, CaseResult, Kernel, Measured, Shape, Stored, Summary, UNUSABLE, WorstElement};
 
 /// `1 row`, `2 rows`
 pub fn counted(count: impl Into<u64>, what: &str) -> String {
@@ -73,7 +73,10 @@ impl Measured {
 
     /// `outside the bound: out[row 3, head 1, dim 7] is 0.1, 0.2 is expected within 1e-7 (ratio 1e6)`
     fn verdict(&self) -> String {
-        let element = self.worst.as_ref().map(|worst| {
+        // Of the arithmetic, or of the storage where that is what is outside.
+        let outside = |worst: &&WorstElement| worst.ratio > 1.0 || worst.ratio.is_nan();
+        let of_storage = || self.storage.as_ref().and_then(|storage| storage.worst.as_ref());
+        let element = self.worst.as_ref().filter(outside).or_else(of_storage).filter(outside).map(|worst| {
             let dim = worst.dim.map_or(String::new(), |dim| format!(", dim {dim}"));
             format!(
                 "{}[row {}, head {}{dim}] is {:e}, expected {:e} within {:.3e}, ratio {:.3}",
@@ -119,9 +122,14 @@ pub fn single(result: &CaseResult) -> String {
     line(
         "",
         &format!(
-            "q {}, kv {}, out {}, pages of {}{}, {}, scale {}{}",
+            "q {}, kv {}{}, out {}, pages of {}{}, {}, scale {}{}",
             shape.q_dtype,
             shape.kv_dtype,
+            if shape.kv_dtype == shape.kv_input_dtype {
+                String::new()
+            } else {
+                format!(" from {}", shape.kv_input_dtype)
+            },
             shape.out_dtype,
             shape.page_size,
             if shape.paged_input { " (the file's)" } else { "" },
@@ -130,8 +138,17 @@ pub fn single(result: &CaseResult) -> String {
             shape.options()
         ),
     );
+    if let (Some(bytes), Some(f16)) = (shape.kv_bytes_per_token, shape.kv_bytes_per_token_f16) {
+        line("memory", &format!("{bytes} bytes per token in the pages; {f16} in f16"));
+    }
     line("errors", &format!("max |out - float64| {:.3e}, nmse {:.3e}", m.max_abs_error, m.nmse));
     line("ratio", &format!("measured/bound {:.3} of out, {:.3} of lse", m.max_bound_ratio_out, m.max_bound_ratio_lse));
+    if let Some(stored) = &m.storage {
+        let Stored { max_abs_error, nmse, max_bound_ratio_out: out, max_bound_ratio_lse: lse, .. } = stored;
+        let (k, v) = (stored.max_bound_ratio_k, stored.max_bound_ratio_v);
+        line("storage", &format!("moves out by up to {max_abs_error:.3e}, nmse {nmse:.3e}"));
+        line("", &format!("measured/bound {out:.3} of out, {lse:.3} of lse, {k:.3} of keys, {v:.3} of values"));
+    }
     line("time", &m.time());
     if let Some(out) = &m.out {
         line("written", out);

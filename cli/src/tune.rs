@@ -136,7 +136,8 @@ impl TuneArgs {
                     let config = KernelConfig {
                         geometry,
                         q: dtype,
-                        kv: dtype,
+                        kv: dtype.into(),
+                        new_rows: dtype.into(),
                         out: self.out_dtype.into(),
                         modifiers: Modifiers::NONE,
                         variants,

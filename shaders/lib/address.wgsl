@@ -1,6 +1,6 @@
-// The one addressing function of paged rows. Host twin: `RowLayout::offset` in src/kv/layout.rs.
+// The one addressing function of paged rows, and of their scales. Host twin: `RowLayout::offset` in src/kv/layout.rs.
 
-// Strides in units of 16 bytes; `base` is where the first row of page 0 starts.
+// Strides in vectors of 16 bytes, or in words for scales; `base` is where the first row of page 0 starts.
 struct RowLayout {
     base: u32,
     page_stride: u32,

@@ -1,7 +1,7 @@
 // What prefill, decode and merge share: bindings, the step's plan, and the masking rule.
 //
 // The host prepends constants (see src/kernels/source.rs): LANES, GROUP, HEAD_DIM, V_HEAD_DIM, their vector and
-// chunk counts, Q_DTYPE, KV_DTYPE, OUT_DTYPE. A vector is 4 elements in f32; a chunk is 8 elements, the unit in
+// chunk counts, Q_DTYPE, K_DTYPE, V_DTYPE, OUT_DTYPE. A vector is 4 elements in f32; a chunk is 8 elements, the unit in
 // which rows are padded and loaded.
 //
 // Bindings (group 0):
@@ -11,9 +11,10 @@
 //   out_rows   [total_q, q_heads] rows of OUT_DTYPE, padded to whole chunks
 //   lse        [total_q, q_heads] f32 as bits, natural logarithm
 //   workspace  status words, then [states] of 1 + V_VECS vectors: (m, l, 0, 0), then the unnormalised accumulator
-//   heads      [q_heads] of (ALiBi slope, sink); where either is on
+//   heads      [q_heads] of (ALiBi slope, sink), where either is on; then [kv_heads] of (key scale, value scale), where
+//              either is fp8
 //   bias       [1 or q_heads, pairs of query row and key] of BIAS_DTYPE; where it is on
-//   kv_pages   [pages] of keys then values, addressed by `row_offset`; KV_DTYPE
+//   kv_pages   [pages] of keys, values, scales of key rows and of value rows, addressed by `row_offset`; K_DTYPE, V_DTYPE
 //
 // Preconditions, checked by `Batch::validate`, `Attention::plan` and `Attention::bind`: indptrs, page ids,
 // lengths, buffer sizes. A page id is checked again by `checked_page`.
@@ -21,6 +22,8 @@
 struct Params {
     k_rows: RowLayout,
     v_rows: RowLayout,
+    k_scales: RowLayout,
+    v_scales: RowLayout,
     // scale * log2(e): scores are kept in units of log2. With a softcap: scale / softcap.
     q_factor: f32,
     // softcap * log2(e)
@@ -58,7 +61,7 @@ struct Workspace {
 @group(0) @binding(3) var<storage, read_write> out_rows: array<vec4<u32>>;
 @group(0) @binding(4) var<storage, read_write> lse: array<u32>;
 @group(0) @binding(5) var<storage, read_write> workspace: Workspace;
-//if HEADS
+//if HEADS_BINDING
 @group(0) @binding(${HEADS_BINDING}) var<storage, read> heads: array<vec2<f32>>;
 //end
 //if BIAS

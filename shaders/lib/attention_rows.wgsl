@@ -5,11 +5,83 @@ fn load_q(row: u32, chunk: u32) -> Chunk {
     return unpack_chunk(Q_DTYPE, q_rows[vector], q_rows[vector + chunk_vectors(Q_DTYPE) - 1u], chunk, HEAD_DIM);
 }
 
-// `row` comes from `row_offset`.
-fn load_kv(row: u32, chunk: u32, dim: u32) -> Chunk {
-    let vector = row + chunk * chunk_vectors(KV_DTYPE);
-    return unpack_chunk(KV_DTYPE, kv_pages[vector], kv_pages[vector + chunk_vectors(KV_DTYPE) - 1u], chunk, dim);
+// `row` comes from `row_offset`. What has a scale comes without it.
+fn load_key(row: u32, chunk: u32) -> Chunk {
+    //if K_SCALED
+    return unpack_byte_chunk(K_DTYPE, kv_pages[row + chunk / 2u], chunk, HEAD_DIM);
+    //else
+    let vector = row + chunk * chunk_vectors(K_DTYPE);
+    return unpack_chunk(K_DTYPE, kv_pages[vector], kv_pages[vector + chunk_vectors(K_DTYPE) - 1u], chunk, HEAD_DIM);
+    //end
 }
+
+fn load_value(row: u32, chunk: u32) -> Chunk {
+    //if V_SCALED
+    return unpack_byte_chunk(V_DTYPE, kv_pages[row + chunk / 2u], chunk, V_HEAD_DIM);
+    //else
+    let vector = row + chunk * chunk_vectors(V_DTYPE);
+    return unpack_chunk(V_DTYPE, kv_pages[vector], kv_pages[vector + chunk_vectors(V_DTYPE) - 1u], chunk, V_HEAD_DIM);
+    //end
+}
+
+//if K_SCALED
+// The scale of a key: of its row, or of its head. A score is multiplied by it before anything else happens to it.
+fn key_scale(page: u32, kv_head: u32, slot: u32) -> f32 {
+    //if K_ROW_SCALES
+    return row_scale(row_offset(params.k_scales, page, kv_head, slot));
+    //else
+    return head_scales(kv_head).x;
+    //end
+}
+
+//end
+
+//if V_SCALED
+// The scale of a value; the value's weight is multiplied by it, after the weights were summed.
+fn value_scale(page: u32, kv_head: u32, slot: u32) -> f32 {
+    //if V_ROW_SCALES
+    return row_scale(row_offset(params.v_scales, page, kv_head, slot));
+    //else
+    //if LATENT
+    return head_scales(kv_head).x;
+    //else
+    return head_scales(kv_head).y;
+    //end
+    //end
+}
+//end
+
+//if SCALED
+// The scales of a key of `page`: x of the key, y of the value; 1 where there is none.
+fn key_scales(page: u32, kv_head: u32, key: u32) -> vec2<f32> {
+    let slot = key % params.page_size;
+    var scales = vec2<f32>(1.0);
+    //if K_SCALED
+    scales.x = key_scale(page, kv_head, slot);
+    //end
+    //if V_SCALED
+    scales.y = value_scale(page, kv_head, slot);
+    //end
+    return scales;
+}
+//end
+
+//if ROW_SCALES
+fn row_scale(word: u32) -> f32 {
+    let words = kv_pages[word / 4u];
+    return bitcast<f32>(words[word % 4u]);
+}
+//end
+
+//if HEAD_SCALES
+fn head_scales(kv_head: u32) -> vec2<f32> {
+    //if HEADS
+    return heads[params.kv_heads * GROUP + kv_head];
+    //else
+    return heads[kv_head];
+    //end
+}
+//end
 
 fn store_out(row: u32, chunk: u32, value: Chunk) {
     let vector = (row * V_CHUNKS + chunk) * chunk_vectors(OUT_DTYPE);

@@ -57,6 +57,51 @@ fn unpack_chunk(dtype: u32, first: vec4<u32>, second: vec4<u32>, chunk: u32, dim
     return Chunk(vec4<f32>(low.x, high.x, low.y, high.y), vec4<f32>(low.z, high.z, low.w, high.w));
 }
 
+//if SCALED
+const DTYPE_INT8 = 3u;
+const DTYPE_FP8 = 4u;
+
+// 8 elements from index `8 * chunk` of a row of 8-bit elements; `vector` holds this chunk and the one that it pairs with.
+fn unpack_byte_chunk(dtype: u32, vector: vec4<u32>, chunk: u32, dim: u32) -> Chunk {
+    var words = select(vector.xy, vector.zw, chunk % 2u == 1u);
+    if dim % 8u != 0u {
+        words = owned_bytes(words, chunk * 8u, dim);
+    }
+    if dtype == DTYPE_INT8 {
+        return Chunk(unpack_int8(words.x), unpack_int8(words.y));
+    }
+    return Chunk(unpack_fp8(words.x), unpack_fp8(words.y));
+}
+
+// The words of 8 8-bit elements from index `first` on, unowned ones cleared.
+fn owned_bytes(words: vec2<u32>, first: u32, dim: u32) -> vec2<u32> {
+    let begin = vec2<u32>(first, first + 4u);
+    let owned = min(vec2<u32>(dim) - min(vec2<u32>(dim), begin), vec2<u32>(4u));
+    let mask = (vec2<u32>(1u) << ((vec2<u32>(8u) * owned) % vec2<u32>(32u))) - vec2<u32>(1u);
+    return words & select(mask, vec2<u32>(0xffffffffu), owned == vec2<u32>(4u));
+}
+
+// The bytes of a word, each at the top of a word of its own.
+fn spread(word: u32) -> vec4<u32> {
+    return vec4<u32>(word) << vec4<u32>(24u, 16u, 8u, 0u);
+}
+
+fn unpack_int8(word: u32) -> vec4<f32> {
+    return vec4<f32>(bitcast<vec4<i32>>(spread(word)) >> vec4<u32>(24u));
+}
+
+// e4m3fn: 1 bit of sign, 4 of exponent with a bias of 7, 3 of mantissa. With exponent 0 the mantissa counts units of 2^-9;
+// those are made from an integer, since as an f32 with too small an exponent they might be flushed to zero.
+fn unpack_fp8(word: u32) -> vec4<f32> {
+    let bytes = spread(word);
+    let magnitude = (bytes >> vec4<u32>(24u)) & vec4<u32>(0x7fu);
+    let normal = (magnitude << vec4<u32>(20u)) + vec4<u32>(0x3c000000u);
+    let small = bitcast<vec4<u32>>(vec4<f32>(magnitude) * 0.001953125);
+    let bits = select(normal, small, magnitude < vec4<u32>(8u));
+    return bitcast<vec4<f32>>(bits | (bytes & vec4<u32>(0x80000000u)));
+}
+//end
+
 const F16_MAX = 65504.0;
 
 // The words of 8 f16 elements; what lies outside the range of f16 becomes its largest value.

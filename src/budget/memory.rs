@@ -140,7 +140,7 @@ impl MemoryModel {
         }
         let layout = &config.attention.layout;
         let (geometry, page_size, longest) = (layout.geometry(), layout.page_size(), lengths.longest());
-        let tiles = Tiles::new(geometry, &config.variants);
+        let tiles = config.attention.kernels(config.variants).tiles();
         let prefill_rows = config.prefill_rows.min(longest);
         check_rows(prefill_rows, geometry, &tiles)?;
         let size = |q_len, tokens| {
@@ -228,7 +228,7 @@ impl MemoryModel {
         let words = count("plan words", sum(self.words, self.prefill.words, self.longest.words)?)?;
         let states = sum(self.states, self.prefill.states, self.longest.states)?;
         let bytes = attention.buffer_bytes(rows);
-        let [k, v] = SourceVectors::new(&attention.layout, rows)?.bytes();
+        let [k, v] = SourceVectors::new(&attention.layout, &attention.new_rows, rows)?.bytes();
         let what = "the size of the activations in bytes";
         let model = product(what, self.config.activation_row_bytes, rows.into())?;
         // Rows that have passed the checks are below 2^32 vectors of 16 bytes each.
@@ -236,7 +236,7 @@ impl MemoryModel {
         Ok(Parts {
             activations: activations.ok_or(BudgetError::Overflow { what })?,
             workspace: Workspace::buffer_bytes(workspace_bytes(states, &self.tiles)?),
-            metadata: plan_buffer_bytes(words.into()) + append_buffer_bytes(rows),
+            metadata: plan_buffer_bytes(words.into()) + append_buffer_bytes(&attention.new_rows, rows),
             ..parts
         })
     }

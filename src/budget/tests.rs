@@ -7,7 +7,7 @@ use crate::attention::{AttentionConfig, Extras, Workspace};
 use crate::batch::Batch;
 use crate::case::AttentionOptions;
 use crate::geometry::{Dtype, HeadGeometry, PageSize};
-use crate::kernels::{AdapterFacts, Tiles, Variants};
+use crate::kernels::{AdapterFacts, Variants};
 use crate::kv::{AppendPlan, KvLayout};
 use crate::plan::Plan;
 
@@ -171,6 +171,7 @@ fn config(geometry: HeadGeometry, page_size: u32, facts: &AdapterFacts) -> Memor
             q: Dtype::F32,
             out: Dtype::F16,
             layout: KvLayout::new(geometry, Dtype::F16, page(page_size), 1).unwrap(),
+            new_rows: Dtype::F16.into(),
             options: AttentionOptions::new(&geometry).with_causal(true),
             extras: Extras::NONE,
         },
@@ -209,14 +210,14 @@ fn planned(config: &MemoryConfig, seqs: &[(u32, u32)]) -> Parts {
         kv_len: &seqs.iter().map(|(_, kv_len)| *kv_len).collect::<Vec<_>>(),
     };
     let geometry = attention.layout.geometry();
-    let layout = KvLayout::new(*geometry, attention.layout.dtype(), page_size, page_count).unwrap();
-    let plan =
-        Plan::new(&batch, &layout, &attention.options, &Tiles::new(geometry, &config.variants), None, false).unwrap();
+    let layout = attention.layout.with_pages(page_size, page_count).unwrap();
+    let plan = Plan::new(&batch, &layout, &attention.options, &attention.kernels(config.variants).tiles(), None, false)
+        .unwrap();
     let append = AppendPlan::new(&layout, &batch).unwrap();
     assert_eq!(append.tokens(), batch.total_q());
     let rows = attention.buffer_bytes(batch.total_q());
     let new_rows = u64::from(batch.total_q()) * u64::from(geometry.kv_heads());
-    let row_bytes = |dim| u64::from(attention.layout.dtype().row_words(dim)) * 4;
+    let row_bytes = |dim| u64::from(attention.new_rows.dtype.row_words(dim)) * 4;
     let new = new_rows * (row_bytes(geometry.head_dim()) + row_bytes(geometry.v_head_dim()));
     Parts {
         activations: rows.q + rows.out + rows.lse + new + config.activation_row_bytes * u64::from(batch.total_q()),

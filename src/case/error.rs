@@ -107,6 +107,37 @@ pub enum CaseError {
         /// The largest number of that type.
         limit: f64,
     },
+    /// A key or value is outside the range of the type in which the pages are to hold it.
+    #[error("`{tensor}` holds {value:e} at {index:?}; {dtype}, in which the pages are to hold it, reaches {limit}")]
+    StoredRange {
+        /// Name of the tensor.
+        tensor: &'static str,
+        /// The offending index, one entry per dimension.
+        index: Vec<usize>,
+        /// The element found.
+        value: f32,
+        /// The pages' type.
+        dtype: crate::Dtype,
+        /// The largest number of that type.
+        limit: f64,
+    },
+    /// A dot product with a stored key may overflow before it is multiplied by the key's scale.
+    #[error(
+        "query row {row}, head {head}: |scale| * sum |q_i|, times {largest}, the largest stored element of a key, is \
+         {found:.4e}; at most {limit:.4e} is supported"
+    )]
+    StoredDotRange {
+        /// Packed query row.
+        row: usize,
+        /// Query head.
+        head: usize,
+        /// The largest magnitude of a stored element.
+        largest: f64,
+        /// The product found, the scale counted as 1 at least.
+        found: f64,
+        /// The largest supported product.
+        limit: f64,
+    },
     /// A score may leave the range in which the kernels are exact.
     #[error(
         "query row {row}, head {head}: the score of key {key} of its sequence may reach {found:.4e} in magnitude, partial \

@@ -9,7 +9,7 @@ use std::ops::Range;
 pub use self::error::CaseError;
 pub use self::extras::CaseExtras;
 use crate::batch::NO_PAGE;
-use crate::geometry::{HeadGeometry, PageSize};
+use crate::geometry::{Dtype, HeadGeometry, PageSize};
 use crate::tensor::Tensor;
 
 /// The largest `|score| * log2(e)` that a caller may produce, partial sums included.
@@ -131,6 +131,15 @@ pub enum KvSource {
     },
 }
 
+impl KvSource {
+    /// The type of the elements, keys and values alike.
+    pub fn dtype(&self) -> Dtype {
+        match self {
+            Self::Contiguous { k, .. } | Self::Paged { k_pages: k, .. } => k.dtype(),
+        }
+    }
+}
+
 /// One attention problem on the host.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Case {
@@ -164,6 +173,15 @@ impl Case {
         case.validate()?;
         case.score_indptr = score_indptr_of(&case.lengths());
         Ok(case)
+    }
+
+    /// The same with other keys and values.
+    ///
+    /// # Errors
+    /// As [`Case::new`] and [`Case::with_extras`].
+    pub fn with_kv(self, kv: KvSource) -> Result<Self, CaseError> {
+        let Self { geometry, options, q, q_indptr, extras, .. } = self;
+        Self::new(geometry, options, q, q_indptr, kv)?.with_extras(extras)
     }
 
     /// Heads and dimensions.

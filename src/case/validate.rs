@@ -8,10 +8,14 @@ use super::{
 };
 use crate::batch::{Batch, BatchError, NO_PAGE, check_indptr};
 use crate::geometry::{Dtype, GeometryError, PageSize};
+use crate::kv::{FP8_MAX, INT8_MAX, KvDtype, KvDtypes};
 use crate::tensor::Tensor;
 
 /// The largest magnitude of a score, in natural units and less room for rounding.
 const SCORE_MAX: f64 = SCORE_LOG2_MAX / LOG2_E / ROUNDING_ROOM;
+
+/// The largest number in f16.
+const F16_MAX: f64 = 65_504.0;
 
 /// Room for the roundings of f32 sums: what is checked in exact arithmetic must stay in range in f32 as well,
 /// where a chain of 2 * 256 roundings of 2^-23 each adds less than 2^-13.
@@ -105,7 +109,7 @@ impl Case {
     /// [`CaseError::OutRange`].
     pub fn validate_out(&self, dtype: Dtype) -> Result<(), CaseError> {
         let limit = match dtype {
-            Dtype::F16 => 65_504.0,
+            Dtype::F16 => F16_MAX,
             Dtype::F32 | Dtype::Bf16 => return Ok(()),
         };
         let tensor = match self.kv {
@@ -118,6 +122,42 @@ impl Case {
             Ok(())
         })?;
         if found > limit { Err(CaseError::OutRange { tensor, found, dtype, limit }) } else { Ok(()) }
+    }
+
+    /// Whether the kernels can compute with keys and values that are stored in `dtypes`.
+    ///
+    /// # Errors
+    /// [`CaseError::StoredRange`] for a value that the type does not reach; [`CaseError::StoredDotRange`] if a dot product
+    /// may overflow before it is multiplied by the key's scale.
+    pub(crate) fn validate_stored(&self, dtypes: KvDtypes) -> Result<(), CaseError> {
+        let mut stored = [dtypes.k, dtypes.v].into_iter();
+        self.for_kv(|tensor, elements, rows| {
+            if stored.next() != Some(KvDtype::F16) || elements.dtype() == Dtype::F16 {
+                return Ok(());
+            }
+            match find(elements, rows, |x| f64::from(x.abs()) > F16_MAX) {
+                Some((index, value)) => {
+                    Err(CaseError::StoredRange { tensor, index, value, dtype: Dtype::F16, limit: F16_MAX })
+                }
+                None => Ok(()),
+            }
+        })?;
+        let largest = f64::from(match dtypes.k {
+            KvDtype::Int8 => INT8_MAX,
+            KvDtype::Fp8 => FP8_MAX,
+            KvDtype::F32 | KvDtype::F16 | KvDtype::Bf16 => return Ok(()),
+        });
+        let limit = f64::from(f32::MAX) / LOG2_E / ROUNDING_ROOM;
+        let (q, factor, q_heads) = (self.q.to_f32(), self.query_factor(), self.geometry.q_heads() as usize);
+        for (index, q) in q.chunks_exact(self.geometry.head_dim() as usize).enumerate() {
+            let sum: f64 = q.iter().map(|x| f64::from(x.abs())).sum();
+            let found = sum * largest * factor.max(1.0);
+            if found > limit {
+                let (row, head) = (index / q_heads, index % q_heads);
+                return Err(CaseError::StoredDotRange { row, head, largest, found, limit });
+            }
+        }
+        Ok(())
     }
 
     /// Bytes that the reference takes for a sequence of `kv_len` keys, but for what it keeps beside a row.
@@ -293,26 +333,47 @@ impl Case {
         Ok(())
     }
 
-    fn validate_finite(&self) -> Result<(), CaseError> {
-        let all = |tensor: &Tensor| 0..tensor.shape().first().copied().unwrap_or(0);
-        check_finite("q", &self.q, all(&self.q))?;
+    /// How many slots of each page some sequence owns, `[pages]`; a page's owned slots are its first ones. None for
+    /// contiguous keys and values.
+    pub(crate) fn owned_slots(&self) -> Vec<u32> {
+        match &self.kv {
+            KvSource::Contiguous { .. } => Vec::new(),
+            KvSource::Paged { k_pages, page_indptr, page_ids, kv_len, .. } => {
+                let page_size = self.page_size().map_or(0, PageSize::get) as usize;
+                owned_slots(k_pages.shape(), page_size, (page_indptr, page_ids, kv_len))
+            }
+        }
+    }
+
+    /// Calls `each` with the name of the keys, the tensor and its owned rows, then alike for the values. A row is everything
+    /// under the first axis or, in pages, the first two.
+    fn for_kv(
+        &self,
+        mut each: impl FnMut(&'static str, &Tensor, &mut dyn Iterator<Item = usize>) -> Result<(), CaseError>,
+    ) -> Result<(), CaseError> {
         match &self.kv {
             KvSource::Contiguous { k, v, .. } => {
-                check_finite("k", k, all(k))?;
-                check_finite("v", v, all(v))
+                let rows = 0..k.shape().first().copied().unwrap_or(0);
+                each("k", k, &mut rows.clone())?;
+                each("v", v, &mut rows.clone())
             }
-            KvSource::Paged { k_pages, v_pages, page_indptr, page_ids, kv_len } => {
+            KvSource::Paged { k_pages, v_pages, .. } => {
                 // Sequences may share pages: every slot is looked at once.
                 let page_size = self.page_size().map_or(0, PageSize::get) as usize;
-                let rows = owned_slots(k_pages.shape(), page_size, (page_indptr, page_ids, kv_len));
+                let rows = self.owned_slots();
                 let rows = || {
                     let pages = rows.iter().enumerate();
                     pages.flat_map(|(page, owned)| (0..*owned as usize).map(move |slot| page * page_size + slot))
                 };
-                check_finite("k_pages", k_pages, rows())?;
-                check_finite("v_pages", v_pages, rows())
+                each("k_pages", k_pages, &mut rows())?;
+                each("v_pages", v_pages, &mut rows())
             }
         }
+    }
+
+    fn validate_finite(&self) -> Result<(), CaseError> {
+        check_finite("q", &self.q, &mut (0..self.q.shape().first().copied().unwrap_or(0)))?;
+        self.for_kv(check_finite)
     }
 
     /// Whether all scores stay in range, be the scale applied to `q` beforehand or to `q . k` afterwards.
@@ -430,8 +491,24 @@ fn check_scaled_query(factor: f64, row: usize, q: &[f32], head_dim: usize) -> Re
     Ok(())
 }
 
-/// Checks rows of a tensor, a row being everything under the first axis or, for four axes, the first two.
-fn check_finite(name: &'static str, tensor: &Tensor, rows: impl Iterator<Item = usize>) -> Result<(), CaseError> {
+fn check_finite(
+    tensor: &'static str,
+    elements: &Tensor,
+    rows: &mut dyn Iterator<Item = usize>,
+) -> Result<(), CaseError> {
+    match find(elements, rows, |x| !x.is_finite()) {
+        Some((index, value)) => Err(CaseError::NotFinite { tensor, index, value }),
+        None => Ok(()),
+    }
+}
+
+/// The first element of some rows of a tensor for which `bad` holds, with its index. A row is everything under the first
+/// axis or, for four axes, the first two.
+fn find(
+    tensor: &Tensor,
+    rows: &mut dyn Iterator<Item = usize>,
+    bad: impl Fn(f32) -> bool,
+) -> Option<(Vec<usize>, f32)> {
     let shape = tensor.shape();
     let width: usize = shape.iter().skip(shape.len().saturating_sub(2)).product();
     let mut values = Vec::with_capacity(width);
@@ -439,14 +516,14 @@ fn check_finite(name: &'static str, tensor: &Tensor, rows: impl Iterator<Item = 
         values.clear();
         // The shapes have been checked, so that the row is there.
         let _ = tensor.extend_f32(row * width, width, &mut values);
-        if let Some((at, value)) = values.iter().copied().enumerate().find(|(_, x)| !x.is_finite()) {
+        if let Some((at, value)) = values.iter().copied().enumerate().find(|(_, x)| bad(*x)) {
             let mut index = vec![0; shape.len()];
             let mut rest = row * width + at;
             for (index, dim) in index.iter_mut().zip(shape).rev() {
                 (*index, rest) = (rest % dim, rest / dim);
             }
-            return Err(CaseError::NotFinite { tensor: name, index, value });
+            return Some((index, value));
         }
     }
-    Ok(())
+    None
 }

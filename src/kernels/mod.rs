@@ -18,11 +18,12 @@ use thiserror::Error;
 use crate::attention::{Bias, Extras};
 use crate::case::AttentionOptions;
 use crate::geometry::{Dtype, HeadGeometry};
+use crate::kv::{KvDtypes, NewRows, RotaryError};
 pub use alternatives::Alternatives;
 pub(crate) use grid::fold_grid;
 pub use names::NameError;
-pub(crate) use source::Bindings;
 pub use source::KernelId;
+pub(crate) use tiles::append_row_lanes;
 pub use tiles::{DECODE_ROWS_MAX, LANES, SPLIT_KEYS, Tiles};
 pub use variant::{AdapterFacts, DecodeVariant, ItemOrder, PrefillVariant, SUBGROUP_SIZES, Variants};
 
@@ -36,8 +37,10 @@ pub struct KernelConfig {
     pub geometry: HeadGeometry,
     /// Type of the query rows.
     pub q: Dtype,
-    /// Type of the pages.
-    pub kv: Dtype,
+    /// Types of the pages.
+    pub kv: KvDtypes,
+    /// New rows, as an append finds them.
+    pub new_rows: NewRows,
     /// Type of the output rows: [`Dtype::F32`] or [`Dtype::F16`].
     pub out: Dtype,
     /// What happens to scores besides the scale.
@@ -92,36 +95,44 @@ pub struct KernelShape {
     /// Of one KV head.
     geometry: HeadGeometry,
     q: Dtype,
-    kv: Dtype,
+    kv: KvDtypes,
     out: Dtype,
 }
 
 impl KernelShape {
-    /// A configuration of this shape, with one KV head and without modifiers.
+    /// A configuration of this shape, with one KV head, without modifiers, and with new rows in the type of the pages, or
+    /// of the queries where those have none that a tensor could have.
     pub fn config(&self, variants: Variants) -> KernelConfig {
         let Self { geometry, q, kv, out } = *self;
-        KernelConfig { geometry, q, kv, out, modifiers: Modifiers::NONE, variants }
+        let new_rows = kv.float().unwrap_or(q).into();
+        KernelConfig { geometry, q, kv, new_rows, out, modifiers: Modifiers::NONE, variants }
     }
 }
 
 /// See [`KernelConfig::pipeline_key`].
-pub type PipelineKey = (KernelShape, Modifiers, Variants);
+pub type PipelineKey = (KernelShape, NewRows, Modifiers, Variants);
 
 impl KernelConfig {
     /// The configuration without its variants, and of the head counts their ratio alone.
     pub fn shape(&self) -> KernelShape {
         let Self { geometry, q, kv, out, .. } = *self;
-        KernelShape { geometry: geometry.of_one_kv_head(), q, kv, out }
+        KernelShape { geometry: geometry.of_one_kv_head(), q, kv: kv.of(&geometry), out }
     }
 
     /// Equal for two configurations exactly if the same pipelines serve both.
     pub fn pipeline_key(&self) -> PipelineKey {
-        (self.shape(), self.modifiers, self.variants)
+        (self.shape(), self.new_rows, self.modifiers, self.variants)
+    }
+
+    /// Whether an append copies new rows bit for bit.
+    pub(crate) fn append_copies(&self) -> bool {
+        self.new_rows.copied(self.kv.of(&self.geometry))
     }
 
     /// The tile sizes.
     pub fn tiles(&self) -> Tiles {
-        Tiles::new(&self.geometry, &self.variants)
+        let scaled = self.kv.of(&self.geometry).has_scales();
+        Tiles::with_scales(&self.geometry, &self.variants, scaled)
     }
 }
 
@@ -141,6 +152,9 @@ pub enum BuildError {
         /// The type found.
         found: Dtype,
     },
+    /// The keys cannot be rotated so.
+    #[error(transparent)]
+    Rotary(#[from] RotaryError),
     /// The device allows less than a kernel needs. wgpu itself does not check all of these.
     #[error("kernel `{kernel}` needs {limit} of {needed}; the device allows {found}")]
     Limit {
@@ -228,7 +242,7 @@ struct Pipelines {
     append: wgpu::ComputePipeline,
 }
 
-/// What the kernels' bind groups look like; the same for every configuration, so that any of its pipelines fits.
+/// What the kernels' bind groups look like.
 #[derive(Debug)]
 pub(crate) struct Layouts {
     attention: wgpu::BindGroupLayout,
@@ -236,13 +250,16 @@ pub(crate) struct Layouts {
 }
 
 impl Layouts {
-    fn new(device: &wgpu::Device, modifiers: &Modifiers) -> Self {
-        let mut accesses = vec![Uniform, Read, Read, Write, Write, Write];
-        // Slopes and sinks, the bias, the pages.
-        accesses.resize(Bindings::new(modifiers).kv as usize + 1, Read);
+    fn new(device: &wgpu::Device, config: &KernelConfig) -> Self {
+        let with_reads = |mut accesses: Vec<Access>, kernel: KernelId| {
+            accesses.resize(kernel.storage_buffers(config) as usize + 1, Read);
+            layout(device, kernel.entry_point(), &accesses)
+        };
         Self {
-            attention: layout(device, "attention", &accesses),
-            append: layout(device, "append", &[Uniform, Read, Read, Read, Write, Write]),
+            // Slopes, sinks and scales, the bias, the pages.
+            attention: with_reads(vec![Uniform, Read, Read, Write, Write, Write], KernelId::Prefill),
+            // Scales.
+            append: with_reads(vec![Uniform, Read, Read, Read, Write, Write], KernelId::Append),
         }
     }
 
@@ -284,7 +301,7 @@ impl Kernels {
         mut make: impl AsyncFnMut(KernelId, &Layouts) -> Result<wgpu::ComputePipeline, E>,
     ) -> Result<Self, E> {
         check(device, config)?;
-        let layouts = Layouts::new(device, &config.modifiers);
+        let layouts = Layouts::new(device, config);
         let inner = Pipelines {
             prefill: make(KernelId::Prefill, &layouts).await?,
             decode: make(KernelId::Decode, &layouts).await?,
@@ -324,6 +341,9 @@ fn check(device: &wgpu::Device, config: &KernelConfig) -> Result<(), BuildError>
         return Err(BuildError::OutDtype { found: config.out });
     }
     config.variants.validate()?;
+    if let Some(rotary) = config.new_rows.rotary {
+        rotary.check(config.geometry.head_dim())?;
+    }
     for kernel in KernelId::ALL {
         let subgroup = kernel.subgroup(config);
         if subgroup > 0 && !device.features().contains(wgpu::Features::SUBGROUP) {

@@ -8,6 +8,7 @@ use thiserror::Error;
 use super::KernelShape;
 use super::variant::{DecodeVariant, ItemOrder, PrefillVariant, UNSPLIT, Variants};
 use crate::geometry::{Dtype, HeadGeometry};
+use crate::kv::KvDtypes;
 
 /// A text that names no variant or shape.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
@@ -145,8 +146,9 @@ impl FromStr for KernelShape {
             let mut value = |key: &str| words.next()?.strip_prefix(key)?.strip_prefix('=');
             let [group, head_dim, v_head_dim] = [value("group")?, value("head_dim")?, value("v_head_dim")?];
             let (group, head_dim, v_head_dim) = (group.parse().ok()?, head_dim.parse().ok()?, v_head_dim.parse().ok()?);
-            let mut dtype = |key: &str| value(key)?.parse::<Dtype>().ok();
-            let [q, kv, out] = [dtype("q")?, dtype("kv")?, dtype("out")?];
+            let q = value("q")?.parse::<Dtype>().ok()?;
+            let kv = value("kv")?.parse::<KvDtypes>().ok()?;
+            let out = value("out")?.parse::<Dtype>().ok()?;
             let geometry = match words.next() {
                 Some("latent") => HeadGeometry::latent(group, head_dim, v_head_dim),
                 _ => HeadGeometry::with_v_head_dim(group, 1, head_dim, v_head_dim),

@@ -5,7 +5,7 @@ use std::mem::{offset_of, size_of};
 
 use super::{AdapterFacts, KernelConfig, KernelId, Modifiers, Variants};
 use crate::geometry::{Dtype, HeadGeometry};
-use crate::kv::{AppendParams, RowLayout};
+use crate::kv::{AppendParams, NewRows, RowLayout};
 use crate::plan::{PARAMS_BYTES, Params};
 
 /// Name, offset in bytes and size in bytes of each member, and the size of the whole.
@@ -23,11 +23,15 @@ macro_rules! host_layout {
 }
 
 fn shader_layout(kernel: KernelId, name: &str) -> Layout {
+    shader_layout_with(kernel, name, Dtype::F32.into())
+}
+
+fn shader_layout_with(kernel: KernelId, name: &str, new_rows: NewRows) -> Layout {
     let geometry = HeadGeometry::new(8, 2, 64).expect("a legal geometry");
-    let (q, kv, out) = (Dtype::F32, Dtype::F32, Dtype::F32);
+    let (q, kv, out) = (Dtype::F32, Dtype::F32.into(), Dtype::F32);
     let variants = Variants::base(&AdapterFacts::PLAIN_GPU, &geometry);
     let source = kernel
-        .wgsl(&KernelConfig { geometry, q, kv, out, modifiers: Modifiers::NONE, variants })
+        .wgsl(&KernelConfig { geometry, q, kv, new_rows, out, modifiers: Modifiers::NONE, variants })
         .expect("the kernel expands");
     let module = naga::front::wgsl::parse_str(&source).expect("the kernel parses");
     let mut layouter = naga::proc::Layouter::default();
@@ -53,6 +57,8 @@ fn attention_parameters_agree() {
     let host = host_layout!(Params {
         k_rows,
         v_rows,
+        k_scales,
+        v_scales,
         q_factor,
         softcap_log2,
         reach_left,
@@ -79,9 +85,11 @@ fn attention_parameters_agree() {
 
 #[test]
 fn append_parameters_agree() {
-    let (mut host, size) = host_layout!(AppendParams {
+    let host = host_layout!(AppendParams {
         k_rows,
         v_rows,
+        k_scales,
+        v_scales,
         tokens,
         kv_heads,
         page_size,
@@ -89,11 +97,13 @@ fn append_parameters_agree() {
         groups,
         k_row_vectors,
         v_row_vectors,
-        padding,
+        turns,
     });
-    // The host's last word only fills the size up, and has no name in the shader.
-    assert_eq!(host.pop().map(|(name, _, bytes)| (name, bytes)), Some(("padding".to_owned(), 4)));
+    assert_eq!(shader_layout_with(KernelId::Append, "AppendParams", Dtype::F16.into()), host, "converting");
+    // A copy knows nothing of turns.
+    let (mut copied, _) = host.clone();
+    assert_eq!(copied.pop().map(|(name, _, bytes)| (name, bytes)), Some(("turns".to_owned(), 4)));
     let (shader, span) = shader_layout(KernelId::Append, "AppendParams");
-    assert_eq!(shader, host);
-    assert!(span <= size && u64::from(size) <= PARAMS_BYTES, "{span} bytes in the shader, {size} on the host");
+    assert_eq!(shader, copied);
+    assert!(span <= host.1 && u64::from(host.1) <= PARAMS_BYTES, "{span} bytes in the shader, {} on the host", host.1);
 }

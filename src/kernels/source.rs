@@ -3,10 +3,11 @@
 use std::fmt::Write;
 
 use super::template;
-use super::tiles::{LANES, SPLIT_KEYS};
+use super::tiles::{LANES, SPLIT_KEYS, append_row_lanes};
 use super::variant::{DecodeVariant, Variants};
-use super::{BuildError, KernelConfig, Modifiers};
+use super::{BuildError, KernelConfig};
 use crate::geometry::Dtype;
+use crate::kv::{KvDtype, Pairing};
 use crate::plan::{ITEM_WORDS, RECORD_WORDS};
 use crate::status::STATUS_WORDS;
 
@@ -21,10 +22,15 @@ const COMMON: [&str; 3] = [
 const ATTENTION: [&str; 5] = [
     include_str!("../../shaders/lib/attention.wgsl"),
     include_str!("../../shaders/lib/scores.wgsl"),
-    include_str!("../../shaders/lib/rows.wgsl"),
+    ROWS,
     include_str!("../../shaders/lib/softmax.wgsl"),
     include_str!("../../shaders/lib/attention_rows.wgsl"),
 ];
+
+/// What an append that converts shares with others.
+const CONVERSION: [&str; 2] = [ROWS, include_str!("../../shaders/lib/pack.wgsl")];
+
+const ROWS: &str = include_str!("../../shaders/lib/rows.wgsl");
 
 /// The kernels there are. Each is one shader file with one entry point of the same name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -35,7 +41,7 @@ pub enum KernelId {
     Decode,
     /// Joins the partial states of split sequences.
     Merge,
-    /// Writes new keys and values into pages.
+    /// Writes new keys and values into pages; one of two files, whether rows are copied or converted.
     Append,
 }
 
@@ -54,12 +60,13 @@ impl KernelId {
     }
 
     /// The files that make up the kernel; their order does not matter to WGSL.
-    fn files(self) -> impl Iterator<Item = &'static str> {
+    fn files(self, config: &KernelConfig) -> impl Iterator<Item = &'static str> {
         let (shared, own): (&[&str], _) = match self {
             Self::Prefill => (&ATTENTION, include_str!("../../shaders/prefill.wgsl")),
             Self::Decode => (&ATTENTION, include_str!("../../shaders/decode.wgsl")),
             Self::Merge => (&ATTENTION, include_str!("../../shaders/merge.wgsl")),
-            Self::Append => (&[], include_str!("../../shaders/append.wgsl")),
+            Self::Append if config.append_copies() => (&[], include_str!("../../shaders/append.wgsl")),
+            Self::Append => (&CONVERSION, include_str!("../../shaders/append_converted.wgsl")),
         };
         COMMON.iter().chain(shared).copied().chain([own])
     }
@@ -68,6 +75,8 @@ impl KernelId {
     pub fn workgroup_bytes(self, config: &KernelConfig) -> u32 {
         match self {
             Self::Decode => config.tiles().decode_bytes(),
+            // The largest magnitude that each lane has seen.
+            Self::Append if config.kv.of(&config.geometry).has_row_scales() => 4 * LANES,
             Self::Prefill | Self::Merge | Self::Append => 0,
         }
     }
@@ -93,8 +102,8 @@ impl KernelId {
     /// Storage buffers that the kernel binds.
     pub fn storage_buffers(self, config: &KernelConfig) -> u32 {
         match self {
-            Self::Prefill | Self::Decode | Self::Merge => Bindings::new(&config.modifiers).kv,
-            Self::Append => 5,
+            Self::Prefill | Self::Decode | Self::Merge => Bindings::new(config).kv,
+            Self::Append => 5 + u32::from(config.kv.of(&config.geometry).has_head_scales()),
         }
     }
 
@@ -106,7 +115,7 @@ impl KernelId {
         let constants = constants(config);
         let lookup = |name: &str| constants.iter().find(|(known, _)| *known == name).map(|(_, value)| *value);
         let mut files = String::new();
-        for file in self.files() {
+        for file in self.files(config) {
             let expanded = template::expand(file, &lookup)
                 .map_err(|message| BuildError::Template { kernel: self.entry_point(), message })?;
             files.push('\n');
@@ -126,7 +135,7 @@ impl KernelId {
 /// Binding numbers of the attention kernels' last buffers; those before are the same for all.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Bindings {
-    /// Of the slopes and sinks.
+    /// Of the slopes and sinks, and of the scales of heads.
     pub heads: Option<u32>,
     /// Of the bias.
     pub bias: Option<u32>,
@@ -135,30 +144,39 @@ pub(crate) struct Bindings {
 }
 
 impl Bindings {
-    pub(crate) fn new(modifiers: &Modifiers) -> Self {
+    pub(crate) fn new(config: &KernelConfig) -> Self {
+        let modifiers = &config.modifiers;
         let mut next = 6;
         let mut number = |is_there: bool| {
             let number = is_there.then_some(next);
             next += u32::from(is_there);
             number
         };
-        let heads = number(modifiers.heads());
+        let heads = number(modifiers.heads() || config.kv.of(&config.geometry).has_head_scales());
         let bias = number(modifiers.bias.is_some());
         Self { heads, bias, kv: next }
     }
 }
 
 fn dtype_code(dtype: Dtype) -> u32 {
+    kv_dtype_code(dtype.into())
+}
+
+fn kv_dtype_code(dtype: KvDtype) -> u32 {
     match dtype {
-        Dtype::F32 => 0,
-        Dtype::F16 => 1,
-        Dtype::Bf16 => 2,
+        KvDtype::F32 => 0,
+        KvDtype::F16 => 1,
+        KvDtype::Bf16 => 2,
+        KvDtype::Int8 => 3,
+        KvDtype::Fp8 => 4,
     }
 }
 
 fn constants(config: &KernelConfig) -> Vec<(&'static str, u32)> {
     let (geometry, tiles, Variants { prefill, decode }) = (&config.geometry, config.tiles(), config.variants);
-    let (modifiers, bindings) = (&config.modifiers, Bindings::new(&config.modifiers));
+    let (modifiers, bindings) = (&config.modifiers, Bindings::new(config));
+    let kv = config.kv.of(geometry);
+    let rotary = config.new_rows.rotary;
     vec![
         ("GROUP", geometry.group()),
         ("HEAD_DIM", geometry.head_dim()),
@@ -168,8 +186,18 @@ fn constants(config: &KernelConfig) -> Vec<(&'static str, u32)> {
         ("V_CHUNKS", tiles.v_chunks),
         ("V_VECS", 2 * tiles.v_chunks),
         ("Q_DTYPE", dtype_code(config.q)),
-        ("KV_DTYPE", dtype_code(config.kv)),
+        ("K_DTYPE", kv_dtype_code(kv.k)),
+        ("V_DTYPE", kv_dtype_code(kv.v)),
         ("OUT_DTYPE", dtype_code(config.out)),
+        ("K_SCALED", kv.k.float().is_none().into()),
+        ("V_SCALED", kv.v.float().is_none().into()),
+        ("SCALED", kv.has_scales().into()),
+        ("K_ROW_SCALES", kv.k.has_row_scales().into()),
+        ("V_ROW_SCALES", kv.v.has_row_scales().into()),
+        ("ROW_SCALES", kv.has_row_scales().into()),
+        ("K_HEAD_SCALES", kv.k.has_head_scales().into()),
+        ("V_HEAD_SCALES", kv.v.has_head_scales().into()),
+        ("HEAD_SCALES", kv.has_head_scales().into()),
         ("STATUS_WORDS", STATUS_WORDS),
         ("SEQUENCE_WORDS", RECORD_WORDS as u32),
         ("ITEM_WORDS", ITEM_WORDS as u32 + if modifiers.mask { 2 } else { 0 }),
@@ -185,6 +213,13 @@ fn constants(config: &KernelConfig) -> Vec<(&'static str, u32)> {
         ("BIAS_BINDING", bindings.bias.unwrap_or(0)),
         ("KV_BINDING", bindings.kv),
         ("LANES", LANES),
+        ("NEW_DTYPE", dtype_code(config.new_rows.dtype)),
+        ("V_ROWS", (!geometry.is_latent()).into()),
+        ("ROW_LANES", append_row_lanes(geometry)),
+        ("ROTARY", rotary.is_some().into()),
+        ("ROTARY_FIRST", rotary.map_or(0, |rotary| rotary.first)),
+        ("ROTARY_DIMS", rotary.map_or(0, |rotary| rotary.dims)),
+        ("HALF_SPLIT", rotary.is_some_and(|rotary| rotary.pairing == Pairing::HalfSplit).into()),
         ("PREFILL_LANES", prefill.lanes),
         ("PREFILL_SUBGROUP", prefill.subgroup),
         ("ROWS_PER_LANE", prefill.rows_per_lane),
@@ -208,7 +243,7 @@ fn constants(config: &KernelConfig) -> Vec<(&'static str, u32)> {
         ("JOINS", (tiles.key_streams > 1).into()),
         ("V_SPAN", tiles.v_span),
         // Cache lines of 64 bytes that a value takes.
-        ("V_ROW_LINES", (8 * tiles.v_chunks * config.kv.bytes()).div_ceil(64)),
+        ("V_ROW_LINES", (8 * tiles.v_chunks * kv.v.bytes()).div_ceil(64)),
         ("MERGE_ROWS", tiles.merge_rows),
     ]
 }

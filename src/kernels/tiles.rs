@@ -49,11 +49,24 @@ pub struct Tiles {
     /// Rows of a merge workgroup.
     pub merge_rows: u32,
     pub(crate) decode: DecodeVariant,
+    /// Whether keys or values have scales, which the decode kernel keeps for the keys of a split.
+    pub(crate) scaled: bool,
+}
+
+/// Lanes that share a row of an append that converts.
+pub(crate) fn append_row_lanes(geometry: &HeadGeometry) -> u32 {
+    let chunks = padded_dim(geometry.head_dim().max(geometry.v_head_dim())) / ROW_ALIGN;
+    chunks.next_power_of_two().min(LANES)
 }
 
 impl Tiles {
-    /// The sizes for one head geometry.
+    /// The sizes for one head geometry, of keys and values without scales.
     pub fn new(geometry: &HeadGeometry, variants: &Variants) -> Self {
+        Self::with_scales(geometry, variants, false)
+    }
+
+    /// The sizes for one head geometry; `scaled` says whether keys or values have scales.
+    pub fn with_scales(geometry: &HeadGeometry, variants: &Variants, scaled: bool) -> Self {
         let Variants { prefill, decode } = *variants;
         let qk_chunks = padded_dim(geometry.head_dim()) / ROW_ALIGN;
         let v_chunks = padded_dim(geometry.v_head_dim()) / ROW_ALIGN;
@@ -85,6 +98,7 @@ impl Tiles {
             v_span: v_chunks.div_ceil(decode_lanes),
             merge_rows: LANES / v_chunks,
             decode,
+            scaled,
         };
         // Every row has a lane at least when weights are made.
         let rows_max = (1..=DECODE_TILE_ROWS_MAX.min(decode_lanes))
@@ -106,10 +120,11 @@ impl Tiles {
     }
 
     /// Bytes of workgroup memory of the decode kernel: queries (where no subgroup holds them), scores, rows, a
-    /// flag, partial maxima and sums.
+    /// flag, scales, partial maxima and sums.
     pub fn decode_bytes(&self) -> u32 {
         let queries = if self.decode == DecodeVariant::Workgroup { 32 * self.decode_rows * self.qk_chunks } else { 0 };
-        queries + 4 * self.scores + 8 * SPLIT_KEYS + 16 + 8 * self.decode_lanes
+        let scales = if self.scaled { 8 * SPLIT_KEYS } else { 0 };
+        queries + 4 * self.scores + 8 * SPLIT_KEYS + 16 + scales + 8 * self.decode_lanes
     }
 
     /// Whether a sequence takes the decode kernel.
@@ -129,12 +144,12 @@ impl Tiles {
             let parts = self.decode_lanes / self.row_slots;
             let values = split_keys.div_ceil(self.key_streams) + 1 + self.key_streams;
             let sums = split_keys.div_ceil(parts) + parts;
-            Chains { dot, step_keys: SPLIT_KEYS, accumulate: values.max(sums) + merges }
+            Chains { dot, step_keys: SPLIT_KEYS, accumulate: values.max(sums) + merges, scaled: false }
         } else {
             let step_keys = self.prefill.step_keys;
             // A step makes a sum of its products, then multiplies what was before and adds.
             let accumulate = step_keys + 1 + 2 * split_keys.div_ceil(step_keys) + merges;
-            Chains { dot, step_keys, accumulate }
+            Chains { dot, step_keys, accumulate, scaled: false }
         }
     }
 

@@ -3,14 +3,17 @@
 use bytemuck::{Pod, Zeroable};
 use thiserror::Error;
 
+use super::dtypes::KvDtypes;
 use super::layout::{KvLayout, RowLayout, VECTOR_BYTES};
+use super::rotary::{Rotary, RotaryError, RotaryShape};
 use crate::attention::{BindError, Dispatch, STATUS_ROOM, Workspace, bind_group, dispatch, storage_bindings};
 use crate::batch::{Batch, BatchError, NO_PAGE};
-use crate::kernels::{KernelId, Kernels, LANES};
+use crate::geometry::{Dtype, HeadGeometry};
+use crate::kernels::{KernelConfig, KernelId, Kernels, LANES, append_row_lanes};
 use crate::plan::{PARAMS_BYTES, UploadError, plan_buffer, plan_buffer_bytes};
 
 /// Rows that cannot be appended. Nothing was written.
-#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[derive(Clone, Debug, PartialEq, Error)]
 #[non_exhaustive]
 pub enum AppendError {
     /// An index tensor is unusable.
@@ -34,22 +37,73 @@ pub enum AppendError {
         /// The slot in it.
         slot: u32,
     },
+    /// The pages hold no rows of one type of float, which could be copied there.
+    #[error("the pages are {dtypes}: new rows are converted, and their type must be said")]
+    NotCopied {
+        /// The pages' types.
+        dtypes: KvDtypes,
+    },
+    /// The keys cannot be rotated so.
+    #[error(transparent)]
+    Rotary(#[from] RotaryError),
     /// More rows than the kernel can count.
-    #[error("the append needs {needed} vectors of 16 bytes; at most {limit} are possible in one call")]
+    #[error("the append needs {needed} {what}; at most {limit} are possible in one call")]
     TooLarge {
-        /// Vectors needed.
+        /// What is counted.
+        what: &'static str,
+        /// How many are needed.
         needed: u64,
         /// The largest number.
         limit: u64,
     },
 }
 
-/// Parameters of the append kernel. The shader's `AppendParams` has the same fields in the same order.
+/// New rows as an append finds them, and what it does to them: what its kernel is built for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct NewRows {
+    /// Their type. Where it is the pages' own, rows are copied bit for bit.
+    pub dtype: Dtype,
+    /// How keys are rotated; `None` leaves them as they are.
+    pub rotary: Option<RotaryShape>,
+}
+
+impl NewRows {
+    /// Whether the rows go into pages of `stored` as they are.
+    pub(crate) fn copied(&self, stored: KvDtypes) -> bool {
+        stored.hold(self.dtype) && self.rotary.is_none()
+    }
+
+    /// Vectors of 16 bytes of a new key row and of a new value row that is not part of it.
+    fn row_vectors(&self, geometry: &HeadGeometry) -> [u32; 2] {
+        let vectors = |dim| self.dtype.row_words(dim) / 4;
+        [vectors(geometry.head_dim()), if geometry.is_latent() { 0 } else { vectors(geometry.v_head_dim()) }]
+    }
+}
+
+impl From<Dtype> for NewRows {
+    /// Rows of a type that are not rotated.
+    fn from(dtype: Dtype) -> Self {
+        Self { dtype, rotary: None }
+    }
+}
+
+/// A rotation of the new keys of one step.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Rotation<'a> {
+    /// The embedding.
+    pub rotary: &'a Rotary,
+    /// The position of each new token, `[total_q]`; `None` where it is the token's place in its sequence.
+    pub positions: Option<&'a [u32]>,
+}
+
+/// Parameters of the append kernels. The shaders' `AppendParams` has the same fields in the same order.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Pod, Zeroable)]
 pub(crate) struct AppendParams {
     pub k_rows: RowLayout,
     pub v_rows: RowLayout,
+    pub k_scales: RowLayout,
+    pub v_scales: RowLayout,
     pub tokens: u32,
     pub kv_heads: u32,
     pub page_size: u32,
@@ -57,29 +111,49 @@ pub(crate) struct AppendParams {
     pub groups: u32,
     pub k_row_vectors: u32,
     pub v_row_vectors: u32,
-    // Uniform buffers are sized in multiples of 16 bytes.
-    pub padding: u32,
+    pub turns: u32,
 }
 
 /// Where each new token goes: made once per step, used for every layer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct AppendPlan {
     layout: KvLayout,
+    rows: NewRows,
     params: AppendParams,
     source: SourceVectors,
-    slots: Vec<u32>,
+    /// Slots, then cosines and sines.
+    words: Vec<u32>,
 }
 
 impl AppendPlan {
     /// Plans the append of the last `q_len` tokens of every sequence of `batch`: row `i` of a sequence goes to position
-    /// `kv_len - q_len + i`. `batch.kv_len` counts the new tokens.
+    /// `kv_len - q_len + i`. `batch.kv_len` counts the new tokens. Rows are in the type of the pages and are copied.
     ///
     /// # Errors
     /// [`AppendError`]; a destination outside the sequence's pages is [`BatchError::PastPages`].
     pub fn new(layout: &KvLayout, batch: &Batch<'_>) -> Result<Self, AppendError> {
+        match layout.dtypes().float() {
+            Some(dtype) => Self::converting(layout, batch, dtype, None),
+            None => Err(AppendError::NotCopied { dtypes: layout.dtypes() }),
+        }
+    }
+
+    /// The same for rows of type `dtype`, which are converted to the type of the pages, and for keys that are rotated
+    /// before.
+    ///
+    /// # Errors
+    /// [`AppendError`].
+    pub fn converting(
+        layout: &KvLayout,
+        batch: &Batch<'_>,
+        dtype: Dtype,
+        rotation: Option<Rotation<'_>>,
+    ) -> Result<Self, AppendError> {
         batch.validate(layout.page_size(), layout.page_count())?;
+        let geometry = layout.geometry();
         let page_size = layout.page_size().get();
-        let mut slots = Vec::with_capacity(batch.total_q() as usize);
+        let mut words = Vec::with_capacity(batch.total_q() as usize);
+        let mut positions = Vec::new();
         let spans = batch.q_indptr.iter().zip(batch.q_indptr.iter().skip(1));
         for (seq, ((begin, end), (page_begin, kv_len))) in
             spans.zip(batch.page_indptr.iter().zip(batch.kv_len)).enumerate()
@@ -95,30 +169,47 @@ impl AppendPlan {
                 return Err(BatchError::PageId { index, found: NO_PAGE, page_count: layout.page_count() }.into());
             }
             // The layout keeps page_count * page_size below 2^32.
-            slots.extend((first..*kv_len).filter_map(|position| {
+            words.extend((first..*kv_len).filter_map(|position| {
                 pages.get((position / page_size) as usize).map(|page| page * page_size + position % page_size)
             }));
+            if rotation.is_some() {
+                positions.extend(first..*kv_len);
+            }
         }
-        let mut sorted = slots.clone();
+        let mut sorted = words.clone();
         sorted.sort_unstable();
         if let Some((slot, _)) = sorted.iter().zip(sorted.iter().skip(1)).find(|(slot, next)| slot == next) {
             return Err(AppendError::SameSlot { page: slot / page_size, slot: slot % page_size });
         }
-        let source = SourceVectors::new(layout, slots.len() as u32)?;
-        let [k_row_vectors, v_row_vectors] = layout.row_vectors();
+        let tokens = words.len() as u32;
+        let rows = NewRows { dtype, rotary: rotation.map(|rotation| rotation.rotary.shape()) };
+        let source = SourceVectors::new(layout, &rows, tokens)?;
+        if let Some(Rotation { rotary, positions: given }) = rotation {
+            rotary.shape().check(geometry.head_dim())?;
+            let positions = given.unwrap_or(&positions);
+            if positions.len() != tokens as usize {
+                return Err(RotaryError::Positions { found: positions.len(), needed: tokens as usize }.into());
+            }
+            let turns = positions.iter().flat_map(|position| rotary.turns(*position)).flatten();
+            words.extend(turns.map(|number| (number as f32).to_bits()));
+        }
+        let [k_row_vectors, v_row_vectors] = rows.row_vectors(geometry);
+        let [k_rows, v_rows, k_scales, v_scales] = layout.strides();
         let params = AppendParams {
-            k_rows: *layout.k_rows(),
-            v_rows: *layout.v_rows(),
-            tokens: slots.len() as u32,
-            kv_heads: layout.geometry().kv_heads(),
+            k_rows,
+            v_rows,
+            k_scales,
+            v_scales,
+            tokens,
+            kv_heads: geometry.kv_heads(),
             page_size,
             page_count: layout.page_count(),
-            groups: (source.k + source.v).div_ceil(LANES),
+            groups: source.lanes.div_ceil(LANES),
             k_row_vectors,
             v_row_vectors,
-            padding: 0,
+            turns: tokens,
         };
-        Ok(Self { layout: *layout, params, source, slots })
+        Ok(Self { layout: *layout, rows, params, source, words })
     }
 
     /// Tokens to be written.
@@ -126,22 +217,33 @@ impl AppendPlan {
         self.params.tokens
     }
 
+    /// What kernels must be built for to carry the plan out.
+    pub fn new_rows(&self) -> &NewRows {
+        &self.rows
+    }
+
     /// Bytes of the append's device buffer.
     pub fn device_bytes(&self) -> u64 {
-        append_buffer_bytes(self.params.tokens)
+        append_buffer_bytes(&self.rows, self.params.tokens)
     }
 }
 
-/// Bytes of the device buffer of an append of `tokens` tokens: a slot is a word.
-pub(crate) fn append_buffer_bytes(tokens: u32) -> u64 {
-    plan_buffer_bytes(tokens.into())
+/// Bytes of the device buffer of an append of `tokens` tokens.
+pub(crate) fn append_buffer_bytes(rows: &NewRows, tokens: u32) -> u64 {
+    plan_buffer_bytes(append_words(rows, tokens))
 }
 
-/// Vectors of 16 bytes of new key rows and of new value rows.
+/// Words of its plan: one for the slot of each token, and two for every pair of elements that is rotated.
+fn append_words(rows: &NewRows, tokens: u32) -> u64 {
+    u64::from(tokens) * (1 + rows.rotary.map_or(0, |rotary| u64::from(rotary.dims)))
+}
+
+/// Vectors of 16 bytes of new key rows and of new value rows, and the lanes that take them.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct SourceVectors {
     k: u32,
     v: u32,
+    lanes: u32,
 }
 
 impl SourceVectors {
@@ -149,15 +251,28 @@ impl SourceVectors {
     ///
     /// # Errors
     /// [`AppendError::TooLarge`].
-    pub fn new(layout: &KvLayout, tokens: u32) -> Result<Self, AppendError> {
-        let limit = u32::MAX - LANES;
-        let rows = u64::from(tokens) * u64::from(layout.geometry().kv_heads());
-        let [k, v] = layout.row_vectors().map(|vectors| rows.saturating_mul(vectors.into()));
-        let needed = k.saturating_add(v);
-        if needed > limit.into() {
-            return Err(AppendError::TooLarge { needed, limit: limit.into() });
+    pub fn new(layout: &KvLayout, rows: &NewRows, tokens: u32) -> Result<Self, AppendError> {
+        let geometry = layout.geometry();
+        let row_count = u64::from(tokens) * u64::from(geometry.kv_heads());
+        let row_vectors = rows.row_vectors(geometry);
+        let [k, v] = row_vectors.map(|vectors| row_count.saturating_mul(vectors.into()));
+        let lanes = if rows.copied(layout.dtypes()) {
+            k.saturating_add(v)
+        } else {
+            let kinds = row_vectors.iter().filter(|vectors| **vectors > 0).count() as u64;
+            row_count.saturating_mul(kinds * u64::from(append_row_lanes(geometry)))
+        };
+        let limit = u64::from(u32::MAX - LANES);
+        for (what, needed) in [
+            ("vectors of 16 bytes", k.saturating_add(v)),
+            ("lanes", lanes),
+            ("words of its plan", append_words(rows, tokens)),
+        ] {
+            if needed > limit {
+                return Err(AppendError::TooLarge { what, needed, limit });
+            }
         }
-        Ok(Self { k: k as u32, v: v as u32 })
+        Ok(Self { k: k as u32, v: v as u32, lanes: lanes as u32 })
     }
 
     /// Bytes of either, at least one vector: an empty binding is not allowed.
@@ -169,12 +284,15 @@ impl SourceVectors {
 /// New rows and their pages.
 #[derive(Clone, Debug)]
 pub struct AppendSource<'a> {
-    /// Key rows `[tokens, kv_heads, head_dim]` in the pool's type, padded to multiples of [`crate::ROW_ALIGN`] elements.
+    /// Key rows `[tokens, kv_heads, head_dim]` in the type that the plan was made for, padded to multiples of [`crate::ROW_ALIGN`] elements.
     pub k: wgpu::BufferBinding<'a>,
     /// Value rows `[tokens, kv_heads, v_head_dim]`, alike; any buffer where values are part of the keys.
     pub v: wgpu::BufferBinding<'a>,
     /// The layer's pages.
     pub kv: wgpu::BufferBinding<'a>,
+    /// Where keys or values are fp8: pairs `(k_scale, v_scale)` in f32, `[kv_heads, 2]`, each from 2^-100 to 2^100. What
+    /// has no scale may hold anything.
+    pub head_scales: Option<wgpu::BufferBinding<'a>>,
 }
 
 /// An append with its bindings: recording it creates nothing.
@@ -192,6 +310,7 @@ pub struct Append {
     buffer: wgpu::Buffer,
     params: AppendParams,
     source: SourceVectors,
+    rows: NewRows,
     layout: KvLayout,
 }
 
@@ -201,9 +320,9 @@ impl Append {
     /// # Errors
     /// [`UploadError`] where the device allows no buffer of that size, has no memory, or is lost.
     pub fn upload(device: &wgpu::Device, plan: &AppendPlan) -> Result<Self, UploadError> {
-        let words = bytemuck::cast_slice(&plan.slots);
+        let words = bytemuck::cast_slice(&plan.words);
         let buffer = plan_buffer(device, "append plan", bytemuck::bytes_of(&plan.params), words)?;
-        Ok(Self { buffer, params: plan.params, source: plan.source, layout: plan.layout })
+        Ok(Self { buffer, params: plan.params, source: plan.source, rows: plan.rows, layout: plan.layout })
     }
 
     /// Binds the plan to one layer's buffers.
@@ -217,17 +336,24 @@ impl Append {
         source: AppendSource<'_>,
         workspace: &Workspace,
     ) -> Result<AppendCall, BindError> {
+        self.check_kernels(kernels.config())?;
         let AppendParams { tokens, groups, .. } = self.params;
         let [k_bytes, v_bytes] = self.source.bytes();
         let limits = device.limits();
         let slots = wgpu::BufferBinding { buffer: &self.buffer, offset: PARAMS_BYTES, size: None };
-        let entries = [
-            ("append plan", slots, 4 * u64::from(tokens).max(1)),
+        let mut entries = vec![
+            ("append plan", slots, 4 * append_words(&self.rows, tokens).max(1)),
             ("k", source.k, k_bytes),
             ("v", source.v, v_bytes),
             ("kv", source.kv, self.layout.bytes().max(16)),
             ("workspace", workspace.status_binding(), STATUS_ROOM),
         ];
+        let buffer = "head scales";
+        match (source.head_scales, self.layout.dtypes().has_head_scales()) {
+            (Some(given), true) => entries.push((buffer, given, 8 * u64::from(self.params.kv_heads))),
+            (None, false) => {}
+            (given, _) => return Err(BindError::Extra { buffer, given: given.is_some() }),
+        }
         let bindings = storage_bindings(&limits, &entries, &["kv", "workspace"])?;
         let dispatch = if groups > 0 { Some(dispatch(&limits, KernelId::Append, groups)?) } else { None };
         let params = wgpu::BufferBinding { buffer: &self.buffer, offset: 0, size: wgpu::BufferSize::new(PARAMS_BYTES) };
@@ -238,6 +364,24 @@ impl Append {
             dispatch,
             workgroups: groups,
         })
+    }
+
+    /// Kernels that copy serve every plan of copies; those that convert, the types, dimensions and rotation that they
+    /// were built for.
+    fn check_kernels(&self, config: &KernelConfig) -> Result<(), BindError> {
+        let KernelConfig { geometry, kv, new_rows, .. } = config;
+        let copies = self.rows.copied(self.layout.dtypes());
+        if copies && config.append_copies() {
+            return Ok(());
+        }
+        if copies != config.append_copies() || self.rows != *new_rows {
+            return Err(BindError::OtherRows { found: *new_rows, needed: self.rows });
+        }
+        let dims = |geometry: &HeadGeometry| (geometry.head_dim(), geometry.v_head_dim(), geometry.is_latent());
+        if *kv != self.layout.dtypes() || dims(geometry) != dims(self.layout.geometry()) {
+            return Err(BindError::OtherLayout);
+        }
+        Ok(())
     }
 }
 

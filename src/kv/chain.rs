@@ -73,7 +73,7 @@ impl Namespace<'_> {
         for (name, text) in [("model", model), ("version", version), ("adapter", adapter), ("positions", positions)] {
             fields.push(name, text.as_bytes());
         }
-        fields.push("dtype", layout.dtype().to_string().as_bytes());
+        fields.push("dtype", layout.dtypes().to_string().as_bytes());
         fields.push_words(
             "layout",
             &[geometry.kv_heads(), geometry.head_dim(), geometry.v_head_dim(), layout.page_size().get()],

@@ -3,7 +3,8 @@
 use bytemuck::{Pod, Zeroable};
 use thiserror::Error;
 
-use crate::geometry::{Dtype, HeadGeometry, PageSize};
+use super::dtypes::{KvDtype, KvDtypes};
+use crate::geometry::{HeadGeometry, PageSize};
 
 /// Bytes of a vector, the unit of all device offsets.
 pub const VECTOR_BYTES: u32 = 16;
@@ -34,7 +35,7 @@ pub enum LayoutError {
     },
 }
 
-/// Strides of one kind of row (keys or values) inside the pool, in vectors of 16 bytes.
+/// Strides of one kind of row (keys or values) inside the pool in vectors of 16 bytes, or of their scales in words.
 ///
 /// The shader's `RowLayout` has the same fields in the same order.
 #[repr(C)]
@@ -51,7 +52,7 @@ pub struct RowLayout {
 }
 
 impl RowLayout {
-    /// Where a row starts, in vectors of 16 bytes. [`KvLayout::new`] has checked that no row of its pool overflows.
+    /// Where a row or a scale starts, in that unit. [`KvLayout::new`] has checked that no row of its pool overflows.
     pub fn offset(&self, page: u32, kv_head: u32, slot: u32) -> u32 {
         self.base + page * self.page_stride + kv_head * self.head_stride + slot * self.slot_stride
     }
@@ -68,60 +69,78 @@ pub enum RowOrder {
 }
 
 /// The layout of a pool of pages: `[page, (keys then values), kv_head, slot, dim]`, or with slot and head in the other
-/// order.
+/// order; then, where rows have scales of their own ([`crate::KvDtype::Int8`]), those of the keys and those of the values, in f32
+/// and in the order of the rows.
 ///
-/// Keys and values of a page lie together, so that a pool takes one binding. Rows are padded to a multiple of
-/// [`crate::ROW_ALIGN`] elements; what lies in the padding, in slots past a sequence's end and in pages without an
-/// owner never matters.
+/// Whatever belongs to a page lies together, so that a pool takes one binding and a page is copied as one range. Rows are
+/// padded to multiples of [`crate::ROW_ALIGN`] elements and of 16 bytes; what lies in the padding, in slots past a
+/// sequence's end and in pages without an owner never matters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KvLayout {
     geometry: HeadGeometry,
-    dtype: Dtype,
+    dtypes: KvDtypes,
     order: RowOrder,
     page_size: PageSize,
     page_count: u32,
     k_rows: RowLayout,
     v_rows: RowLayout,
+    k_scales: RowLayout,
+    v_scales: RowLayout,
     bytes: u64,
 }
 
 impl KvLayout {
-    /// A pool in the order [`RowOrder::HeadSlot`].
+    /// A pool of keys and values of one type, or of two, in the order [`RowOrder::HeadSlot`].
     ///
     /// # Errors
     /// [`LayoutError::TooLarge`] if an offset could pass 32 bits.
     pub fn new(
         geometry: HeadGeometry,
-        dtype: Dtype,
+        dtypes: impl Into<KvDtypes>,
         page_size: PageSize,
         page_count: u32,
     ) -> Result<Self, LayoutError> {
-        let [k_row, v_row] = row_vectors(&geometry, dtype);
+        let dtypes = dtypes.into().of(&geometry);
+        let [k_row, v_row] = row_vectors(&geometry, dtypes);
         // Below 2^96, so that the product with a page count stays below 2^128.
         let slots = u128::from(geometry.kv_heads()) * u128::from(page_size.get());
-        let page_vectors = slots * u128::from(k_row + v_row);
+        let rows = slots * u128::from(k_row + v_row);
+        let scales = |is_there: bool| if is_there { slots.div_ceil(4) } else { 0 };
+        let k_scales = scales(dtypes.k.has_row_scales());
+        let v_scales = scales(dtypes.v.has_row_scales() && !geometry.is_latent());
+        let page_vectors = rows + k_scales + v_scales;
         let total = page_vectors * u128::from(page_count);
+        // Rows are addressed in vectors, scales in words.
+        let unit = if dtypes.has_row_scales() { 4 } else { VECTOR_BYTES };
         let too_large = || LayoutError::TooLarge {
             page_count,
             page_bytes: u64::try_from(page_vectors * u128::from(VECTOR_BYTES)).unwrap_or(u64::MAX),
             needed: total * u128::from(VECTOR_BYTES),
-            limit: u64::from(u32::MAX) * u64::from(VECTOR_BYTES),
+            limit: u64::from(u32::MAX) * u64::from(unit),
         };
         // Strides are below the page's size; a pool without pages still needs them to be representable.
-        let (Ok(page_stride), Ok(_)) = (u32::try_from(page_vectors), u32::try_from(total)) else {
+        let units = |vectors: u128| u32::try_from(vectors * u128::from(VECTOR_BYTES / unit));
+        let (Ok(page_units), Ok(_)) = (units(page_vectors), units(total)) else {
             return Err(too_large());
         };
-        let rows = |base: u32| RowLayout { base, page_stride, head_stride: 0, slot_stride: 0 };
-        let v_base = if geometry.is_latent() { 0 } else { geometry.kv_heads() * page_size.get() * k_row };
+        // Strides inside a page come with the order.
+        let part =
+            |base: u128, page_stride: u32| RowLayout { base: base as u32, page_stride, head_stride: 0, slot_stride: 0 };
+        let rows_at = |base| part(base, page_vectors as u32);
+        let scales_at =
+            |dtype: KvDtype, base| if dtype.has_row_scales() { part(4 * base, page_units) } else { part(0, 0) };
+        let latent = geometry.is_latent();
         let layout = Self {
             geometry,
-            dtype,
+            dtypes,
             order: RowOrder::HeadSlot,
             page_size,
             page_count,
-            k_rows: rows(0),
-            v_rows: rows(v_base),
-            bytes: u64::from(page_stride) * u64::from(page_count) * u64::from(VECTOR_BYTES),
+            k_rows: rows_at(0),
+            v_rows: rows_at(if latent { 0 } else { slots * u128::from(k_row) }),
+            k_scales: scales_at(dtypes.k, rows),
+            v_scales: scales_at(dtypes.v, if latent { rows } else { rows + k_scales }),
+            bytes: (total * u128::from(VECTOR_BYTES)) as u64,
         };
         Ok(layout.with_order(RowOrder::HeadSlot))
     }
@@ -131,7 +150,9 @@ impl KvLayout {
     pub fn with_order(mut self, order: RowOrder) -> Self {
         let [k_row, v_row] = self.row_vectors();
         let v_row = if self.geometry.is_latent() { k_row } else { v_row };
-        for (rows, row) in [(&mut self.k_rows, k_row), (&mut self.v_rows, v_row)] {
+        for (rows, row) in
+            [(&mut self.k_rows, k_row), (&mut self.v_rows, v_row), (&mut self.k_scales, 1), (&mut self.v_scales, 1)]
+        {
             (rows.head_stride, rows.slot_stride) = match order {
                 RowOrder::HeadSlot => (self.page_size.get() * row, row),
                 RowOrder::SlotHead => (row, self.geometry.kv_heads() * row),
@@ -145,7 +166,7 @@ impl KvLayout {
     /// # Errors
     /// As [`KvLayout::new`].
     pub fn with_pages(&self, page_size: PageSize, page_count: u32) -> Result<Self, LayoutError> {
-        Ok(Self::new(self.geometry, self.dtype, page_size, page_count)?.with_order(self.order))
+        Ok(Self::new(self.geometry, self.dtypes, page_size, page_count)?.with_order(self.order))
     }
 
     /// Heads and dimensions.
@@ -153,9 +174,9 @@ impl KvLayout {
         &self.geometry
     }
 
-    /// Type of the elements.
-    pub fn dtype(&self) -> Dtype {
-        self.dtype
+    /// Types of the keys and values.
+    pub fn dtypes(&self) -> KvDtypes {
+        self.dtypes
     }
 
     /// Order of the rows inside a page.
@@ -183,6 +204,26 @@ impl KvLayout {
         &self.v_rows
     }
 
+    /// Strides of the keys' scales, in words of 4 bytes; `None` where rows have none.
+    pub fn k_scales(&self) -> Option<&RowLayout> {
+        self.dtypes.k.has_row_scales().then_some(&self.k_scales)
+    }
+
+    /// Strides of the values' scales, alike. Where values are part of the keys, so are their scales.
+    pub fn v_scales(&self) -> Option<&RowLayout> {
+        self.dtypes.v.has_row_scales().then_some(&self.v_scales)
+    }
+
+    /// All strides, for a shader: of key rows, value rows, their scales.
+    pub(crate) fn strides(&self) -> [RowLayout; 4] {
+        [self.k_rows, self.v_rows, self.k_scales, self.v_scales]
+    }
+
+    /// Bytes of a page.
+    pub fn page_bytes(&self) -> u64 {
+        u64::from(self.k_rows.page_stride) * u64::from(VECTOR_BYTES)
+    }
+
     /// Bytes of the pool.
     pub fn bytes(&self) -> u64 {
         self.bytes
@@ -190,7 +231,7 @@ impl KvLayout {
 
     /// Vectors of 16 bytes that a token's key row and value row take; no value row where it is part of the key row.
     pub(crate) fn row_vectors(&self) -> [u32; 2] {
-        row_vectors(&self.geometry, self.dtype)
+        row_vectors(&self.geometry, self.dtypes)
     }
 
     /// Creates the pool's buffer (`STORAGE | COPY_DST | COPY_SRC`, zeroed by the device).
@@ -213,7 +254,7 @@ impl KvLayout {
 }
 
 /// Vectors of 16 bytes of a key row and of a value row that is not part of it.
-fn row_vectors(geometry: &HeadGeometry, dtype: Dtype) -> [u32; 2] {
-    let vectors = |dim| dtype.row_words(dim) / 4;
-    [vectors(geometry.head_dim()), if geometry.is_latent() { 0 } else { vectors(geometry.v_head_dim()) }]
+fn row_vectors(geometry: &HeadGeometry, dtypes: KvDtypes) -> [u32; 2] {
+    let v_row = dtypes.v.row_vectors(geometry.v_head_dim());
+    [dtypes.k.row_vectors(geometry.head_dim()), if geometry.is_latent() { 0 } else { v_row }]
 }

@@ -3,22 +3,28 @@
 
 mod append;
 mod chain;
+mod dtypes;
 mod invariants;
 mod layout;
 mod pages;
 mod pool;
+mod pool_view;
 mod prefix;
+mod rotary;
 mod table;
 #[cfg(test)]
 mod tests;
 
 #[cfg(test)]
 pub(crate) use append::AppendParams;
-pub use append::{Append, AppendCall, AppendError, AppendPlan, AppendSource};
+pub use append::{Append, AppendCall, AppendError, AppendPlan, AppendSource, NewRows, Rotation};
 pub(crate) use append::{SourceVectors, append_buffer_bytes};
 pub use chain::{Namespace, TokenChain};
+pub use dtypes::{FP8_MAX, HEAD_SCALE_MAX, HEAD_SCALE_MIN, INT8_MAX, KvDtype, KvDtypeError, KvDtypes};
 pub use invariants::InvariantError;
 pub use layout::{KvLayout, LayoutError, RowLayout, RowOrder};
 pub use pool::{BlockPool, PageCounts, PoolConfig, PoolError, Refused};
+pub use pool_view::{PoolView, fp8_to_f32};
 pub use prefix::PrefixStats;
+pub use rotary::{Pairing, Rotary, RotaryError, RotaryShape};
 pub use table::{BlockTable, PageCopy, SwappedTable};

@@ -87,6 +87,8 @@ pub enum PlanError {
 pub(crate) struct Params {
     pub k_rows: RowLayout,
     pub v_rows: RowLayout,
+    pub k_scales: RowLayout,
+    pub v_scales: RowLayout,
     pub q_factor: f32,
     pub softcap_log2: f32,
     pub reach_left: u32,
@@ -182,9 +184,12 @@ impl Plan {
         words.extend_from_slice(batch.page_ids);
         count("plan words", words.len() as u64)?;
         let [prefill_items, decode_items, merge_items] = starts.map(|start| start as u32);
+        let [k_rows, v_rows, k_scales, v_scales] = layout.strides();
         let params = Params {
-            k_rows: *layout.k_rows(),
-            v_rows: *layout.v_rows(),
+            k_rows,
+            v_rows,
+            k_scales,
+            v_scales,
             q_factor,
             softcap_log2,
             reach_left: options.window_left.unwrap_or(UNLIMITED),
@@ -476,7 +481,7 @@ impl WorkLists {
             lists.states += size.states;
             // Records hold in 32 bits how many states lie before a sequence's own.
             workspace_bytes(lists.states, tiles)?;
-            lists.chains.push(tiles.chains(geometry, q_len, kv_len));
+            lists.chains.push(tiles.chains(geometry, q_len, kv_len).scaled(layout.dtypes().has_scales()));
             let decodes = Tiles::decodes(q_len, group);
             let tile_rows = tiles.tile_rows(geometry, q_len);
             for split in splits.clone() {

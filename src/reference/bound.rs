@@ -121,6 +121,13 @@
 //! `stored` is one unit of the output type, and what may be flushed in it. Terms of second order in `eps` are covered
 //! by a factor `1 + 2^-14`, as are the roundings of the reference and of this bound themselves (below `2^-28` of it).
 //!
+//! # Scales
+//!
+//! Keys and values that are stored with scales (int8, fp8) are judged as the numbers that the pages hold: stored element
+//! times scale. Scores are then multiplied by the key's scale before anything else, weights by the value's after they were
+//! summed; `dot` and `accumulate` count this rounding and that of the reference's product. What storing itself does to
+//! keys and values is stated apart from this bound, in [`super::storage`].
+//!
 //! # Sources
 //!
 //! N. J. Higham, *Accuracy and Stability of Numerical Algorithms*, 2nd ed., SIAM 2002 (sections 3.1 and 4.2: chains,
@@ -133,6 +140,7 @@ use std::f64::consts::{LN_2, LOG2_E};
 use thiserror::Error;
 
 use super::problem::RowTask;
+use super::storage::RowErrors;
 use super::{DenseRow, Problem, for_rows};
 use crate::case::Case;
 use crate::chains::Chains;
@@ -146,6 +154,9 @@ const TINY: f64 = f32::MIN_POSITIVE as f64;
 
 /// `2^24`: whole numbers up to it are exact in f32.
 const EXACT_INTEGERS: u64 = 1 << 24;
+
+/// `2^-40`: more than what two results in float64 differ by, relative to their scores, values and sums.
+const FLOAT64: f64 = 1.0 / 1_099_511_627_776.0;
 
 /// Covers second-order terms, and the rounding of the reference.
 const SECOND_ORDER: f64 = 1.0 + 1.0 / 16_384.0;
@@ -227,6 +238,17 @@ pub(crate) fn check_chains(case: &Case, chains: &[Chains]) -> Result<(), BoundEr
     }
 }
 
+/// What is known of a row's `D_j`.
+struct Spread {
+    delta_max: f64,
+    /// Whether all are at most [`SMALL`].
+    small: bool,
+    /// `sum_j p_j D_j`.
+    mean: f64,
+    /// `sum_j p_j (e^(D_j) - 1)`; infinite where it was not made, the deltas being large.
+    growth: f64,
+}
+
 /// One row's bound. Reused from row to row.
 #[derive(Debug, Default)]
 pub(crate) struct RowBound {
@@ -260,24 +282,15 @@ impl RowBound {
             return;
         }
         let shift = self.fill_delta(task, dense, chains);
-        let delta_max = self.delta.iter().copied().fold(0.0, f64::max);
-        let small = delta_max <= SMALL;
-        let mean: f64 = self.share.iter().zip(&self.delta).map(|(p, delta)| p * delta).sum();
-
-        // sum_j p_j (e^(D_j) - 1), which may be infinite where the deltas are large.
-        let growth: f64 = if small {
-            self.share.iter().zip(&self.delta).map(|(p, delta)| p * delta * (1.0 + delta)).sum()
-        } else {
-            f64::INFINITY
-        };
-        self.make_coefficients(dense, small, mean);
-        self.sum_values(task, dense, small);
+        let Spread { delta_max, small, mean, growth } = self.spread(task, dense);
 
         let (sink_roundings, sink_factor) = if task.sink.is_some() { (2, 1.0) } else { (0, 0.0) };
         let sum_chain = gamma(chains.accumulate.saturating_add(1 + sink_roundings));
         let sum_chain = sum_chain / (1.0 - sum_chain);
         let keys = dense.score.len() as f64;
         let stretch = if small { (delta_max + mean).exp() } else { f64::INFINITY };
+        // With scales, a weight times its scale may be flushed before it meets an element of up to 448.
+        let lost_weight = if chains.scaled { 448.0 } else { 0.0 };
         // Without a key, there is nothing that could be off.
         let seen = if task.keys.is_empty() { &[] } else { task.v_max };
         let elements = self.out.iter_mut().zip(&dense.out).zip(seen);
@@ -288,25 +301,60 @@ impl RowBound {
             let absolute = (stretch * absolute).min(*v_max);
             let sums = sum_chain * (absolute + reach);
             let division = (3.5 + sink_factor) * EPS * (reach + sums);
-            let flushed = TINY * (keys * (2.0 * v_max + 5.0) + 3.0);
+            let flushed = TINY * (keys * (2.0 * v_max + 5.0 + lost_weight) + 3.0);
             let total = (weights + sums + division + flushed) * SECOND_ORDER;
             *bound = total + stored(out.abs(), total, out_dtype);
         }
 
-        // ln(sum_j p_j e^(D_j)), which is at most the largest D_j.
-        let weights = if small { growth } else { log_sum_exp_shifted(&self.second.upper_log).min(delta_max) };
+        let weights = self.lse_error(delta_max, small, growth);
         let weight_sum_log2 = (dense.lse - shift + weights + sum_chain) * LOG2_E;
         let log2 = f64::max(4.0 * EPS, 3.0 * EPS * weight_sum_log2) * LN_2;
         let error = weights + sum_chain + log2 + TINY * (4.0 * keys + 2.0);
         self.lse = (error + 3.0 * EPS * (dense.lse.abs() + error)) * SECOND_ORDER;
     }
 
+    /// The same for what storing does to keys and values, in exact arithmetic: how far the result of the stored ones may be
+    /// from that of the exact ones, which `task` and `dense` have. `keys` and `values` are of the row's KV head.
+    ///
+    /// Scores are off by `abs(scale) * sum_i abs(q_i) e_ji`, with `e` of [`super::storage`] (no option makes more of it:
+    /// a soft cap has no slope above 1), which takes the place of `D_j`; then values are off by `sum_j p'_j e_j`. Both
+    /// results are made in float64, which counts where nothing else is off.
+    pub(crate) fn fill_stored(&mut self, task: &RowTask<'_>, dense: &DenseRow, keys: &RowErrors, values: &RowErrors) {
+        self.out.clear();
+        self.out.resize(task.v_head_dim, 0.0);
+        self.lse = 0.0;
+        if dense.score.is_empty() {
+            return;
+        }
+        self.fill_share(dense);
+        let q_sum: f64 = task.q.iter().map(|x| f64::from(x.abs())).sum();
+        let floor = |errors: &RowErrors, key: &u32| errors.floor.get(*key as usize).copied().unwrap_or(f64::INFINITY);
+        let magnitudes = task.keys.iter().zip(&dense.magnitude);
+        self.delta.clear();
+        self.delta.extend(magnitudes.map(|(key, magnitude)| {
+            task.scale.abs() * q_sum * floor(keys, key) + (keys.part + FLOAT64) * magnitude + FLOAT64
+        }));
+        self.delta.extend(task.sink.map(|_| 0.0));
+        let Spread { delta_max, small, mean, growth } = self.spread(task, dense);
+
+        let stretch = if small { (delta_max + mean).exp() } else { f64::INFINITY };
+        let floors = || task.keys.iter().map(|key| floor(values, key));
+        let floor_max = floors().fold(0.0, f64::max);
+        let floor_mean: f64 = self.share.iter().zip(floors()).map(|(p, floor)| p * floor).sum();
+        let elements = self.out.iter_mut().zip(task.v_max);
+        let sums = self.absolute.iter().zip(&self.distance).zip(&self.distance_max);
+        for ((bound, v_max), ((absolute, distance), distance_max)) in elements.zip(sums) {
+            let weights = if small { *distance } else { distance.min(*distance_max) };
+            let values = (stretch * (floor_mean + values.part * absolute)).min(floor_max + values.part * v_max);
+            *bound = (weights + values + FLOAT64 * v_max) * SECOND_ORDER;
+        }
+        self.lse = (self.lse_error(delta_max, small, growth) + FLOAT64 * dense.lse.abs()) * SECOND_ORDER;
+    }
+
     /// Fills `share`, `score` and `delta`; returns `max_i (s_i - T_i)`, which the computed maximum is not below.
     fn fill_delta(&mut self, task: &RowTask<'_>, dense: &DenseRow, chains: Chains) -> f64 {
-        self.share.clear();
-        self.share.extend(dense.weight.iter().map(|weight| weight / dense.weight_sum));
-
-        self.fill_score_errors(task, dense, chains.dot);
+        self.fill_share(dense);
+        self.fill_score_errors(task, dense, chains);
         self.fill_step_ends(task, chains.step_keys);
         let ends = || dense.score.iter().zip(&self.score);
         let top = ends().map(|(score, error)| score + error).fold(f64::NEG_INFINITY, f64::max);
@@ -326,8 +374,33 @@ impl RowBound {
         bottom
     }
 
+    fn fill_share(&mut self, dense: &DenseRow) {
+        self.share.clear();
+        self.share.extend(dense.weight.iter().map(|weight| weight / dense.weight_sum));
+    }
+
+    /// From `delta` to the sums over values.
+    fn spread(&mut self, task: &RowTask<'_>, dense: &DenseRow) -> Spread {
+        let delta_max = self.delta.iter().copied().fold(0.0, f64::max);
+        let small = delta_max <= SMALL;
+        let mean: f64 = self.share.iter().zip(&self.delta).map(|(p, delta)| p * delta).sum();
+        let growth: f64 = if small {
+            self.share.iter().zip(&self.delta).map(|(p, delta)| p * delta * (1.0 + delta)).sum()
+        } else {
+            f64::INFINITY
+        };
+        self.make_coefficients(dense, small, mean);
+        self.sum_values(task, dense, small);
+        Spread { delta_max, small, mean, growth }
+    }
+
+    /// `ln(sum_j p_j e^(D_j))`, which is at most the largest `D_j`.
+    fn lse_error(&self, delta_max: f64, small: bool, growth: f64) -> f64 {
+        if small { growth } else { log_sum_exp_shifted(&self.second.upper_log).min(delta_max) }
+    }
+
     /// Fills `score`.
-    fn fill_score_errors(&mut self, task: &RowTask<'_>, dense: &DenseRow, dot_chain: u32) {
+    fn fill_score_errors(&mut self, task: &RowTask<'_>, dense: &DenseRow, chains: Chains) {
         // What a kernel multiplies `q . k` by.
         let cap = task.softcap.unwrap_or(1.0);
         let factor = task.scale.abs() / cap;
@@ -335,9 +408,12 @@ impl RowBound {
         // Flushed to zero: inputs, products and sums of either way to scale, and the score itself.
         let ways = 2.0 * task.head_dim as f64;
         let flushed = TINY * (factor * (ways + q_sum + task.k_sum_max) + task.k_sum_max + ways + 1.0);
+        // With scales, what is flushed counts a scale, of which each stored element is at least the 512th part.
+        let scale = if chains.scaled { TINY * ways * (1.0 + factor) * 512.0 * task.k_sum_max } else { 0.0 };
+        let flushed = flushed + scale;
         // A factor below 2^-126 may be flushed, which takes the whole score with it.
         let lost = if factor * LOG2_E < TINY * 1.001 { 1.0 } else { 0.0 };
-        let chain = gamma(dot_chain.saturating_add(3)) + lost;
+        let chain = gamma(chains.dot.saturating_add(3)) + lost;
         self.score.clear();
         let keys = task.keys.iter().zip(dense.scaled.iter().zip(&dense.magnitude));
         self.score.extend(keys.enumerate().map(|(index, (key, (scaled, magnitude)))| {
@@ -720,7 +796,7 @@ mod tests {
                     ..task(&[1.0], &k, &[0, 1, 2, 3], position)
                 };
                 dense.attend(&task);
-                bound.fill_score_errors(&task, &dense, 1);
+                bound.fill_score_errors(&task, &dense, Chains { dot: 1, step_keys: 1, accumulate: 1, scaled: false });
                 for (key, (k, bias)) in k.iter().zip(&bias).enumerate() {
                     let distance = (key as i64 - position) as f32;
                     let score = k * LOG2_E as f32 + (f64::from(slope) * LOG2_E) as f32 * distance;

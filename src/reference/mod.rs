@@ -3,6 +3,7 @@
 //! - [`dense`] materialises the scores of a row: the definition of attention, and what results are compared with.
 //! - [`online`] is the online-softmax recurrence that the kernels follow, in float64.
 //! - [`bound`] states how far an f32 kernel may be off, element by element.
+//! - [`storage`] states what the way into the pages may do to keys and values: rotation, rounding, quantisation.
 //!
 //! Inputs of every storage type are exact in f32, and a product of two f32 is exact in f64.
 
@@ -11,6 +12,7 @@ mod dense;
 mod online;
 mod parallel;
 mod problem;
+pub mod storage;
 mod sum;
 
 use std::num::NonZeroUsize;

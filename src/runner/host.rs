@@ -4,9 +4,9 @@ use super::{RunError, RunOptions};
 use crate::batch::{Batch, BatchError};
 use crate::case::{Case, KvSource};
 use crate::geometry::{Dtype, HeadGeometry, PageSize, padded_dim};
-use crate::kv::KvLayout;
+use crate::kv::{FP8_MAX, HEAD_SCALE_MAX, HEAD_SCALE_MIN, KvLayout, PoolView, Rotary};
 use crate::plan::PlanError;
-use crate::tensor::Tensor;
+use crate::tensor::{Tensor, TensorError};
 
 /// What row padding is filled with: NaN in every type. Padding is unowned and never matters; filling it so keeps
 /// that promise honest in every run.
@@ -65,6 +65,17 @@ impl PageTable {
         Ok(Self { page_size, page_count, page_indptr, page_ids, kv_len })
     }
 
+    /// Page and slot of every token, sequence after sequence.
+    fn slots(&self) -> impl Iterator<Item = (u32, u32)> {
+        let page_size = self.page_size.get();
+        self.page_indptr.iter().zip(&self.kv_len).flat_map(move |(begin, kv_len)| {
+            let pages = self.page_ids.get(*begin as usize..).unwrap_or_default();
+            (0..*kv_len).filter_map(move |position| {
+                pages.get((position / page_size) as usize).map(|page| (*page, position % page_size))
+            })
+        })
+    }
+
     pub(super) fn batch<'a>(&'a self, case: &'a Case) -> Batch<'a> {
         Batch {
             q_indptr: case.q_indptr(),
@@ -73,6 +84,121 @@ impl PageTable {
             kv_len: &self.kv_len,
         }
     }
+}
+
+/// What an append is given for a case: every token once, though sequences share pages.
+pub(super) struct NewTokens {
+    q_indptr: Vec<u32>,
+    page_indptr: Vec<u32>,
+    page_ids: Vec<u32>,
+    kv_len: Vec<u32>,
+    /// Key rows, padded as the device wants them.
+    pub(super) k: Vec<u8>,
+    /// Value rows, alike.
+    pub(super) v: Vec<u8>,
+}
+
+impl NewTokens {
+    pub(super) fn new(case: &Case, table: &PageTable) -> Self {
+        let (geometry, kv) = (case.geometry(), case.kv());
+        let dims = [geometry.head_dim(), geometry.v_head_dim()];
+        match kv {
+            KvSource::Contiguous { k, v, kv_indptr } => Self {
+                q_indptr: kv_indptr.clone(),
+                page_indptr: table.page_indptr.clone(),
+                page_ids: table.page_ids.clone(),
+                kv_len: table.kv_len.clone(),
+                k: padded(k, dims[0]),
+                v: padded(v, dims[1]),
+            },
+            // A page with owned slots takes the place of a sequence.
+            KvSource::Paged { k_pages, v_pages, .. } => {
+                let owned = case.owned_slots();
+                let pages = || owned.iter().enumerate().filter(|(_, slots)| **slots > 0);
+                let ends = pages().scan(0, |end, (_, slots)| {
+                    *end += slots;
+                    Some(*end)
+                });
+                let page_size = table.page_size.get() as usize;
+                let [k, v] = [(k_pages, dims[0]), (v_pages, dims[1])].map(|(tensor, dim)| {
+                    let rows = padded(tensor, dim);
+                    let page_bytes = rows.len() / owned.len().max(1);
+                    let pages = owned.iter().zip(rows.chunks_exact(page_bytes.max(1)));
+                    pages
+                        .flat_map(|(slots, page)| page.iter().take(page_bytes / page_size * *slots as usize))
+                        .copied()
+                        .collect()
+                });
+                Self {
+                    q_indptr: std::iter::once(0).chain(ends).collect(),
+                    page_indptr: (0..=pages().count() as u32).collect(),
+                    page_ids: pages().map(|(page, _)| page as u32).collect(),
+                    kv_len: pages().map(|(_, slots)| *slots).collect(),
+                    k,
+                    v,
+                }
+            }
+        }
+    }
+
+    pub(super) fn batch(&self) -> Batch<'_> {
+        Batch {
+            q_indptr: &self.q_indptr,
+            page_indptr: &self.page_indptr,
+            page_ids: &self.page_ids,
+            kv_len: &self.kv_len,
+        }
+    }
+}
+
+/// Scales of keys and values of each KV head: as small as they can be for the largest magnitude that is stored.
+pub(super) fn head_scales(case: &Case, layout: &KvLayout, rotary: Option<&Rotary>) -> Vec<[f32; 2]> {
+    // No rotated element is longer than its pair.
+    let rotated = rotary.map_or(1.0, |rotary| std::f64::consts::SQRT_2 * rotary.magnitude());
+    let mut largest = vec![[0.0_f64; 2]; layout.geometry().kv_heads() as usize];
+    for kv in (0..case.seqs()).filter_map(|seq| case.sequence_kv(seq)) {
+        for (head, [k_max, v_max]) in largest.iter_mut().enumerate() {
+            let max = |rows: &[f32]| f64::from(rows.iter().fold(0.0_f32, |max, x| max.max(x.abs())));
+            *k_max = k_max.max(max(kv.k(head)) * rotated);
+            *v_max = v_max.max(max(kv.v(head)));
+        }
+    }
+    let scale =
+        |largest: f64| (largest / f64::from(FP8_MAX)).clamp(HEAD_SCALE_MIN.into(), HEAD_SCALE_MAX.into()) as f32;
+    largest.into_iter().map(|largest| largest.map(scale)).collect()
+}
+
+/// Keys and values of the pages, in f32 and in the order of the case.
+pub(super) fn stored_rows(case: &Case, table: &PageTable, pool: &PoolView<'_>) -> Result<KvSource, TensorError> {
+    let kv_heads = case.geometry().kv_heads();
+    let page_size = table.page_size.get();
+    let rows = |shape: &[usize], row: &dyn Fn(u32, u32, u32) -> Option<Vec<f32>>| {
+        let tokens: Vec<(u32, u32)> = match case.kv() {
+            KvSource::Contiguous { .. } => table.slots().collect(),
+            KvSource::Paged { .. } => {
+                (0..table.page_count).flat_map(|page| (0..page_size).map(move |slot| (page, slot))).collect()
+            }
+        };
+        let rows = tokens.iter().flat_map(|(page, slot)| (0..kv_heads).map(move |head| (page, head, slot)));
+        // Every place is one of the pool's.
+        let values: Vec<f32> =
+            rows.flat_map(|(page, head, slot)| row(*page, head, *slot).unwrap_or_default()).collect();
+        Tensor::from_f32(Dtype::F32, shape, &values)
+    };
+    let [key, value]: [&dyn Fn(u32, u32, u32) -> Option<Vec<f32>>; 2] =
+        [&|page, head, slot| pool.key(page, head, slot), &|page, head, slot| pool.value(page, head, slot)];
+    Ok(match case.kv().clone() {
+        KvSource::Contiguous { k, v, kv_indptr } => {
+            KvSource::Contiguous { k: rows(k.shape(), key)?, v: rows(v.shape(), value)?, kv_indptr }
+        }
+        KvSource::Paged { k_pages, v_pages, page_indptr, page_ids, kv_len } => KvSource::Paged {
+            k_pages: rows(k_pages.shape(), key)?,
+            v_pages: rows(v_pages.shape(), value)?,
+            page_indptr,
+            page_ids,
+            kv_len,
+        },
+    })
 }
 
 /// The rows of a tensor, each padded as the device wants it.

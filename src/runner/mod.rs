@@ -13,23 +13,26 @@ use std::time::Instant;
 use thiserror::Error;
 
 pub use self::choice::{Choice, ChosenBy, Preference};
-use self::host::{PageTable, padded, paged_bytes, unpadded};
+use self::host::{NewTokens, PageTable, head_scales, padded, paged_bytes, stored_rows, unpadded};
 pub use self::pipelines::CompileTimes;
 use self::pipelines::Pipelines;
 use self::timestamps::{Queries, elapsed_ms};
 pub use self::tune::{TUNE_BUDGET, Tuned};
 use crate::attention::{Attention, AttentionConfig, AttentionIo, Bias, BindError, Extras, Workspace, modifiers};
-use crate::batch::Batch;
 use crate::case::{Case, CaseError, CaseExtras, KvSource};
 use crate::chains::Chains;
 use crate::geometry::{Dtype, PageSize, padded_dim};
 use crate::kernels::{
     AdapterFacts, BuildError, DECODE_ROWS_MAX, KernelConfig, KernelId, KernelShape, Modifiers, SPLIT_KEYS, Variants,
 };
-use crate::kv::{Append, AppendError, AppendPlan, AppendSource, KvLayout, LayoutError, RowOrder};
+use crate::kv::{
+    Append, AppendCall, AppendError, AppendPlan, AppendSource, KvDtypes, KvLayout, LayoutError, NewRows, PoolView,
+    Rotary, Rotation, RowOrder,
+};
 use crate::plan::{DevicePlan, PlanError, UploadError};
 use crate::selftest::SelfTestError;
 use crate::status::{STATUS_BYTES, Status, StatusError};
+use crate::tensor::TensorError;
 
 /// A run that did not happen or did not finish. Nothing of it is kept.
 #[derive(Clone, Debug, PartialEq, Error)]
@@ -50,6 +53,9 @@ pub enum RunError {
         /// Tokens per page.
         page_size: u32,
     },
+    /// Keys that lie in pages are to be rotated: sequences may share pages, at other positions.
+    #[error("the keys are in pages already; only contiguous keys are rotated")]
+    RotatedPages,
     /// A tensor does not fit into one buffer of the device.
     #[error("`{buffer}` needs {needed} bytes; the device allows {found}")]
     TooLarge {
@@ -75,6 +81,9 @@ pub enum RunError {
     /// The append could not be planned.
     #[error(transparent)]
     Append(#[from] AppendError),
+    /// Keys and values read back make no tensor: a fault of this crate.
+    #[error(transparent)]
+    Stored(#[from] TensorError),
     /// A plan did not reach the device.
     #[error(transparent)]
     Upload(#[from] UploadError),
@@ -102,6 +111,10 @@ pub struct RunOptions {
     pub page_ids: Option<Vec<u32>>,
     /// Order of slot and head inside a page.
     pub order: RowOrder,
+    /// Types in which the pages hold keys and values; `None` is the case's own.
+    pub kv: Option<KvDtypes>,
+    /// How keys of a contiguous case are rotated on their way into the pages: by their places in their sequences.
+    pub rotary: Option<Rotary>,
     /// Type of the output rows: [`Dtype::F32`] or [`Dtype::F16`].
     pub out_dtype: Dtype,
     /// Variants of the kernels to use, untested; `None` leaves the choice to [`Runner::choose`], or takes those without
@@ -112,22 +125,38 @@ pub struct RunOptions {
 impl RunOptions {
     /// Pages of `page_size` in order, output in f32, the runner's choice of kernels.
     pub fn new(page_size: PageSize) -> Self {
-        Self { page_size, page_ids: None, order: RowOrder::HeadSlot, out_dtype: Dtype::F32, variants: None }
+        Self {
+            page_size,
+            page_ids: None,
+            order: RowOrder::HeadSlot,
+            kv: None,
+            rotary: None,
+            out_dtype: Dtype::F32,
+            variants: None,
+        }
     }
 
     /// The kernels that a run of `case` takes, built in the given way.
     pub fn kernels(&self, case: &Case, variants: Variants) -> KernelConfig {
-        let kv = match case.kv() {
-            KvSource::Contiguous { k, .. } | KvSource::Paged { k_pages: k, .. } => k.dtype(),
-        };
         KernelConfig {
             geometry: *case.geometry(),
             q: case.q().dtype(),
-            kv,
+            kv: self.kv_dtypes(case),
+            new_rows: self.new_rows(case),
             out: self.out_dtype,
             modifiers: modifiers(case.options(), &extras(case)),
             variants,
         }
+    }
+
+    /// The types in which the pages of `case` hold keys and values.
+    pub fn kv_dtypes(&self, case: &Case) -> KvDtypes {
+        self.kv.unwrap_or_else(|| case.kv().dtype().into()).of(case.geometry())
+    }
+
+    /// The rows of `case` as an append finds them.
+    fn new_rows(&self, case: &Case) -> NewRows {
+        NewRows { dtype: case.kv().dtype(), rotary: self.rotary.as_ref().map(Rotary::shape) }
     }
 
     /// Refuses what no device could run, without one: values outside the output type, page ids that do not fit the case,
@@ -147,12 +176,16 @@ impl RunOptions {
                 return Err(PlanError::TooLong { seq, q_len, kv_len }.into());
             }
         }
+        if let Some(rotary) = &self.rotary {
+            rotary.shape().check(case.geometry().head_dim()).map_err(AppendError::from)?;
+            if case.page_size().is_some() {
+                return Err(RunError::RotatedPages);
+            }
+        }
         let table = PageTable::new(case, self)?;
-        let k = match case.kv() {
-            KvSource::Contiguous { k, .. } => k,
-            KvSource::Paged { k_pages, .. } => k_pages,
-        };
-        let layout = KvLayout::new(*case.geometry(), k.dtype(), table.page_size, table.page_count)?;
+        let dtypes = self.kv_dtypes(case);
+        case.validate_stored(dtypes)?;
+        let layout = KvLayout::new(*case.geometry(), dtypes, table.page_size, table.page_count)?;
         Ok((table, layout.with_order(self.order)))
     }
 }
@@ -200,6 +233,8 @@ pub struct Output {
     pub out: Vec<f32>,
     /// `[total_q, q_heads]`, natural logarithm; `-inf` for a row that sees no key.
     pub lse: Vec<f32>,
+    /// What the pages hold, where that is not the case's keys and values bit for bit.
+    pub stored: Option<StoredKv>,
     /// The type in which the kernel stored `out`.
     pub out_dtype: Dtype,
     /// One entry per sequence, for the error bound.
@@ -216,6 +251,29 @@ pub struct Output {
     pub workspace_bytes: u64,
 }
 
+/// Keys and values as pages hold them: rotated, rounded, quantised.
+#[derive(Clone, Debug, PartialEq)]
+pub struct StoredKv {
+    /// Their types in the pages.
+    pub dtypes: KvDtypes,
+    /// Scales of keys and values, `[kv_heads]`, where either is fp8; empty otherwise.
+    pub head_scales: Vec<[f32; 2]>,
+    /// How keys were rotated before.
+    pub rotary: Option<Rotary>,
+    /// Keys and values in f32, each times its scale, in the place of the case's own.
+    pub kv: KvSource,
+}
+
+impl StoredKv {
+    /// The case that the kernels saw: `case` with the keys and values that its pages hold.
+    ///
+    /// # Errors
+    /// [`CaseError`] if these lie outside the supported ranges, which they can where the case is at their edge.
+    pub fn case(&self, case: &Case) -> Result<Case, CaseError> {
+        case.clone().with_kv(self.kv.clone())
+    }
+}
+
 /// Owns a device and the pipelines made on it, and runs cases.
 #[derive(Debug)]
 pub struct Runner {
@@ -225,7 +283,7 @@ pub struct Runner {
     facts: AdapterFacts,
     pipelines: Pipelines,
     preference: Preference,
-    choices: HashMap<(KernelShape, Modifiers), Choice>,
+    choices: HashMap<(KernelShape, NewRows, Modifiers), Choice>,
     /// The first error that no scope caught, or the reason why the device was lost.
     failure: Arc<Mutex<Option<String>>>,
 }
@@ -304,6 +362,7 @@ impl Runner {
             q: case.q().dtype(),
             out: options.out_dtype,
             layout,
+            new_rows: options.new_rows(case),
             options: *case.options(),
             extras: extras(case),
         };
@@ -323,8 +382,8 @@ impl Runner {
             None => attention.plan(&batch)?,
         };
 
-        let submitted = self.scoped(|| self.submit(case, &table, &attention, &plan))?;
-        let Submitted { readback, timestamps, ends, append_groups, workgroups, started } = submitted;
+        let submitted = self.scoped(|| self.submit(case, &table, &attention, &plan, options.rotary.as_ref()))?;
+        let Submitted { readback, pages, scales, timestamps, ends, append_groups, workgroups, started } = submitted;
         let bytes = self.read(&readback)?;
         let wall_ms = started.elapsed().as_secs_f64() * 1e3;
         let gpu_ms = match timestamps {
@@ -337,7 +396,17 @@ impl Runner {
         let mut status = part(lse_end, status_end).chunks_exact(4).filter_map(|word| word.try_into().ok());
         let mut status_word = || status.next().map_or(0, u32::from_le_bytes);
         Status::from_words([status_word(), status_word()]).check(workgroups)?;
+        let stored = match pages {
+            Some(pages) => {
+                let bytes = self.read(&pages)?;
+                let head_scales = scales.unwrap_or_default();
+                let kv = stored_rows(case, &table, &PoolView::new(&layout, &bytes, &head_scales))?;
+                Some(StoredKv { dtypes: layout.dtypes(), head_scales, rotary: options.rotary.clone(), kv })
+            }
+            None => None,
+        };
         Ok(Output {
+            stored,
             out: unpadded(
                 part(0, out_end),
                 options.out_dtype,
@@ -384,6 +453,7 @@ impl Runner {
         table: &PageTable,
         attention: &Attention,
         plan: &crate::plan::Plan,
+        rotary: Option<&Rotary>,
     ) -> Result<Submitted, RunError> {
         let (device, config) = (&self.device, attention.config());
         let (layout, geometry) = (&config.layout, config.layout.geometry());
@@ -398,28 +468,37 @@ impl Runner {
         let out = output("out", out_bytes)?;
         let lse = output("lse", lse_bytes)?;
         let kv = layout.create_buffer(device)?;
-        let (append, append_groups) = match case.kv() {
-            KvSource::Contiguous { k, v, kv_indptr } => {
-                // Every token is new.
-                let batch = Batch { q_indptr: kv_indptr, ..table.batch(case) };
-                let append = Append::upload(device, &AppendPlan::new(layout, &batch)?)?;
-                let source = [
-                    self.upload("k", &padded(k, geometry.head_dim()))?,
-                    self.upload("v", &padded(v, geometry.v_head_dim()))?,
-                ];
-                let [k, v] = source.each_ref().map(|buffer| buffer.as_entire_buffer_binding());
-                let source = AppendSource { k, v, kv: kv.as_entire_buffer_binding() };
-                let call = append.bind(device, attention.kernels(), source, &workspace)?;
-                let workgroups = call.workgroups();
-                (Some(call), workgroups)
-            }
-            KvSource::Paged { k_pages, v_pages, .. } => {
+        let converts = !config.new_rows.copied(layout.dtypes());
+        let scales = if layout.dtypes().has_head_scales() { Some(head_scales(case, layout, rotary)) } else { None };
+        let append = match case.kv() {
+            KvSource::Paged { k_pages, v_pages, .. } if !converts => {
                 self.queue.write_buffer(&kv, 0, &paged_bytes(layout, k_pages, v_pages));
-                (None, 0)
+                None
+            }
+            _ => {
+                let new = NewTokens::new(case, table);
+                let rotation = rotary.map(|rotary| Rotation { rotary, positions: None });
+                let append = AppendPlan::converting(layout, &new.batch(), config.new_rows.dtype, rotation)?;
+                let append = Append::upload(device, &append)?;
+                let [k, v] = [self.upload("k", &new.k)?, self.upload("v", &new.v)?];
+                let scales = match &scales {
+                    Some(scales) => Some(self.upload("head scales", bytemuck::cast_slice(scales))?),
+                    None => None,
+                };
+                let source = AppendSource {
+                    k: k.as_entire_buffer_binding(),
+                    v: v.as_entire_buffer_binding(),
+                    kv: kv.as_entire_buffer_binding(),
+                    head_scales: scales.as_ref().map(wgpu::Buffer::as_entire_buffer_binding),
+                };
+                Some(append.bind(device, attention.kernels(), source, &workspace)?)
             }
         };
+        let append_groups = append.as_ref().map_or(0, AppendCall::workgroups);
         let Extras { alibi_slopes, sinks, bias, .. } = config.extras;
-        let heads = if alibi_slopes || sinks { Some(self.upload("heads", &head_words(case))?) } else { None };
+        let mut heads = if alibi_slopes || sinks { head_words(case) } else { Vec::new() };
+        heads.extend_from_slice(bytemuck::cast_slice(scales.as_deref().unwrap_or_default()));
+        let heads = if heads.is_empty() { None } else { Some(self.upload("heads", &heads)?) };
         let bias = match (&case.extras().bias, bias) {
             (Some(tensor), Some(_)) => {
                 let mut bytes = tensor.bytes().to_vec();
@@ -460,10 +539,18 @@ impl Runner {
                 encoder.copy_buffer_to_buffer(source, 0, &readback, offset, bytes);
             }
         }
+        let pages = if converts {
+            let usage = wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST;
+            let pages = self.buffer("pages read back", layout.bytes(), usage)?;
+            encoder.copy_buffer_to_buffer(&kv, 0, &pages, 0, layout.bytes());
+            Some(pages)
+        } else {
+            None
+        };
         let timestamps = queries.map(|queries| queries.resolve(&mut encoder));
         let started = Instant::now();
         self.queue.submit([encoder.finish()]);
-        Ok(Submitted { readback, timestamps, ends, append_groups, workgroups, started })
+        Ok(Submitted { readback, pages, scales, timestamps, ends, append_groups, workgroups, started })
     }
 
     fn buffer(&self, label: &'static str, bytes: u64, usage: wgpu::BufferUsages) -> Result<wgpu::Buffer, RunError> {
@@ -511,6 +598,10 @@ impl Runner {
 
 struct Submitted {
     readback: wgpu::Buffer,
+    /// The pages, where they hold other rows than the case's.
+    pages: Option<wgpu::Buffer>,
+    /// Scales of the KV heads.
+    scales: Option<Vec<[f32; 2]>>,
     timestamps: Option<wgpu::Buffer>,
     /// Where output, log-sum-exp and status end in `readback`.
     ends: [u64; 3],

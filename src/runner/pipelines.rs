@@ -8,7 +8,7 @@ use crate::attention::{Attention, AttentionConfig, AttentionIo, Workspace};
 use crate::batch::Batch;
 use crate::geometry::PageSize;
 use crate::kernels::{self, KernelConfig, KernelId, Kernels, Layouts, PipelineKey};
-use crate::kv::{Append, AppendPlan, AppendSource, KvLayout};
+use crate::kv::{Append, AppendError, AppendPlan, AppendSource, KvLayout, Rotary, Rotation};
 use crate::plan::DevicePlan;
 
 /// How long each kernel took to compile, its first dispatch included, in milliseconds.
@@ -124,22 +124,27 @@ impl Runner {
     /// Dispatches kernels with nothing to do, one after the other, and says how many milliseconds each took.
     fn dispatch_first(&self, kernels: &Kernels, which: &[KernelId]) -> Result<Vec<f64>, RunError> {
         let device = &self.device;
-        let KernelConfig { geometry, q, kv, out, modifiers, .. } = *kernels.config();
+        let KernelConfig { geometry, q, kv, new_rows, out, modifiers, .. } = *kernels.config();
         let layout = KvLayout::new(geometry, kv, PageSize::ONE, 0)?;
         let (options, extras) = modifiers.example(&geometry);
-        let attention = Attention::with_kernels(kernels.clone(), &AttentionConfig { q, out, layout, options, extras })?;
+        let attention =
+            Attention::with_kernels(kernels.clone(), &AttentionConfig { q, out, layout, new_rows, options, extras })?;
         let batch = Batch { q_indptr: &[0], page_indptr: &[0], page_ids: &[], kv_len: &[] };
         let workspace = Workspace::new(device, 0)?;
-        let head_bytes = 8 * u64::from(geometry.q_heads());
+        let head_bytes = 8 * (u64::from(geometry.q_heads()) + u64::from(geometry.kv_heads()));
         let buffers =
             [0, 0, 0, 0, head_bytes, 0].map(|bytes| self.buffer("warm-up", bytes, wgpu::BufferUsages::STORAGE));
         let [a, b, c, d, e, f] = buffers;
         let (a, b, c, d, e, f) = (a?, b?, c?, d?, e?, f?);
         let [q, kv, out, lse, heads, bias] = [&a, &b, &c, &d, &e, &f].map(wgpu::Buffer::as_entire_buffer_binding);
-        let heads = (modifiers.alibi || modifiers.sinks).then_some(heads);
+        let head_scales = layout.dtypes().has_head_scales().then(|| heads.clone());
+        let heads = (modifiers.heads() || head_scales.is_some()).then_some(heads);
         let bias = modifiers.bias.map(|_| bias);
-        let source = AppendSource { k: q.clone(), v: q.clone(), kv: kv.clone() };
-        let append = Append::upload(device, &AppendPlan::new(&layout, &batch)?)?;
+        let source = AppendSource { k: q.clone(), v: q.clone(), kv: kv.clone(), head_scales };
+        let rotary = new_rows.rotary.map(Rotary::example).transpose().map_err(AppendError::from)?;
+        let rotation = rotary.as_ref().map(|rotary| Rotation { rotary, positions: None });
+        let append = AppendPlan::converting(&layout, &batch, new_rows.dtype, rotation)?;
+        let append = Append::upload(device, &append)?;
         let append = append.bind(device, kernels, source, &workspace)?.of_one_workgroup();
         let plan = if modifiers.mask { attention.plan_masked(&batch, &[])? } else { attention.plan(&batch)? };
         let plan = DevicePlan::upload(device, &plan)?;

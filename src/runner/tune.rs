@@ -160,6 +160,7 @@ struct Load {
     lengths: Vec<(u32, u32)>,
     q: wgpu::Buffer,
     kv: wgpu::Buffer,
+    scales: Option<wgpu::Buffer>,
     out: wgpu::Buffer,
     lse: wgpu::Buffer,
 }
@@ -184,8 +185,8 @@ fn prefill_lengths(geometry: &HeadGeometry, cpu: bool) -> (u32, u32) {
 /// rows take their time as well.
 fn decode_lengths(config: &KernelConfig, geometry: &HeadGeometry, cpu: bool) -> Vec<(u32, u32)> {
     let (bytes_max, rows_max) = if cpu { (1 << 24, 1 << 16) } else { (1 << 26, 1 << 20) };
-    let words = config.kv.row_words(geometry.head_dim()) + config.kv.row_words(geometry.v_head_dim());
-    let tokens = (bytes_max / (4 * words)).min(rows_max) / geometry.kv_heads();
+    let vectors = config.kv.k.row_vectors(geometry.head_dim()) + config.kv.v.row_vectors(geometry.v_head_dim());
+    let tokens = (bytes_max / (16 * vectors)).min(rows_max) / geometry.kv_heads();
     let kv_len = tokens.clamp(1, 4096);
     vec![(1, kv_len); (tokens / kv_len).clamp(1, 64) as usize]
 }
@@ -201,19 +202,36 @@ impl Load {
         let pages = lengths.iter().map(|(_, kv_len)| page_size.pages_for(*kv_len)).sum();
         let layout = KvLayout::new(geometry, config.kv, page_size, pages)?;
         let options = AttentionOptions::new(&geometry).with_causal(true);
-        let attention = AttentionConfig { q: config.q, out: config.out, layout, options, extras: Extras::NONE };
+        let attention = AttentionConfig {
+            q: config.q,
+            out: config.out,
+            layout,
+            new_rows: config.new_rows,
+            options,
+            extras: Extras::NONE,
+        };
         let bytes = attention.buffer_bytes(lengths.iter().map(|(q_len, _)| q_len).sum());
         let usage = wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_DST;
         let kv = layout.create_buffer(&runner.device)?;
         let q = runner.buffer("q", bytes.q, usage)?;
         fill(&runner.queue, &q, config.q)?;
-        fill(&runner.queue, &kv, config.kv)?;
+        // As f32 they are good scales, and any bytes are stored elements.
+        fill(&runner.queue, &kv, config.kv.float().unwrap_or(Dtype::F32))?;
+        let scales = if layout.dtypes().has_head_scales() {
+            let bytes = 8 * u64::from(geometry.kv_heads());
+            let scales = runner.buffer("head scales", bytes, usage)?;
+            runner.queue.write_buffer(&scales, 0, &1.0_f32.to_le_bytes().repeat(bytes as usize / 4));
+            Some(scales)
+        } else {
+            None
+        };
         Ok(Self {
             kernels: *config,
             config: attention,
             lengths: lengths.to_vec(),
             q,
             kv,
+            scales,
             out: runner.buffer("out", bytes.out, usage)?,
             lse: runner.buffer("lse", bytes.lse, usage)?,
         })
@@ -280,8 +298,8 @@ impl<V> Contender<V> {
         let workspace = Workspace::new(device, plan.workspace_bytes())?;
         let [q, kv, out, lse] = [&load.q, &load.kv, &load.out, &load.lse].map(wgpu::Buffer::as_entire_buffer_binding);
         let plan = DevicePlan::upload(device, &plan)?;
-        let call =
-            attention.bind(device, &plan, AttentionIo { q, kv, out, lse, heads: None, bias: None }, &workspace)?;
+        let heads = load.scales.as_ref().map(wgpu::Buffer::as_entire_buffer_binding);
+        let call = attention.bind(device, &plan, AttentionIo { q, kv, out, lse, heads, bias: None }, &workspace)?;
         let (repeats, calls, times_ms) = (1, 0, Vec::new());
         let mut contender = Self { variant, compile_ms, attention, call, workspace, repeats, calls, times_ms };
         contender.time(runner)?;

@@ -20,7 +20,8 @@ fn timing<V>(variant: V, run_ms: f64, compile_ms: f64) -> Timing<V> {
 fn shape(group: u32, dim: u32, dtype: Dtype) -> KernelShape {
     let geometry = HeadGeometry::new(group, 1, dim).unwrap();
     let variants = "prefill-uniform-r1k4l64+decode-workgroup".parse().unwrap();
-    KernelConfig { geometry, q: dtype, kv: dtype, out: Dtype::F32, modifiers: Modifiers::NONE, variants }.shape()
+    let (kv, new_rows) = (dtype.into(), dtype.into());
+    KernelConfig { geometry, q: dtype, kv, new_rows, out: Dtype::F32, modifiers: Modifiers::NONE, variants }.shape()
 }
 
 fn timings<V: PartialEq + fmt::Debug>(variant: impl Strategy<Value = V>) -> impl Strategy<Value = Vec<Timing<V>>> {

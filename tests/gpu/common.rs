@@ -9,7 +9,8 @@ use std::time::Instant;
 
 use paged_attention::kernels::{AdapterFacts, KernelConfig, KernelId, Tiles, Variants};
 use paged_attention::{
-    Case, Computed, Dtype, HeadGeometry, Output, PageSize, Report, RunError, RunOptions, Runner, adapter, verify, wgpu,
+    Case, Computed, Dtype, HeadGeometry, Output, PageSize, Report, RunError, RunOptions, Runner, adapter, verify,
+    verify_storage, wgpu,
 };
 use paged_attention_cases::{CaseSpec, Heads, KvInput, append_page_ids, build, write_case};
 
@@ -152,6 +153,19 @@ pub fn plain_options(page_size: u32) -> RunOptions {
 /// Judges an output: against the bound, and by what must hold whatever the bound says.
 pub fn judge(case: &Case, output: &Output) -> Result<Report, String> {
     shape_and_rows(case, output)?;
+    // What the pages hold is judged by itself, then what the kernels make of that.
+    let seen = match &output.stored {
+        Some(stored) => {
+            let report = verify_storage(case, stored).map_err(|error| error.to_string())?;
+            if !report.passed() {
+                let worst = report.worst.map(|worst| worst.to_string()).unwrap_or_default();
+                return Err(format!("stored keys and values are outside the bound: {worst}\n{report}"));
+            }
+            Some(stored.case(case).map_err(|error| error.to_string())?)
+        }
+        None => None,
+    };
+    let case = seen.as_ref().unwrap_or(case);
     let computed = Computed { out: &output.out, lse: &output.lse, out_dtype: output.out_dtype, chains: &output.chains };
     let report = verify(case, &computed).map_err(|error| error.to_string())?;
     if report.passed() {

@@ -419,7 +419,7 @@ fn fault_13_more_workgroup_memory_than_there_is() {
     let Some(gpu) = gpu() else { return };
     let config = |heads: Heads, variants: Variants| {
         let (geometry, q, kv, out) = (heads.geometry().unwrap(), Dtype::F32, Dtype::F32, Dtype::F32);
-        KernelConfig { geometry, q, kv, out, modifiers: Modifiers::NONE, variants }
+        KernelConfig { geometry, q, kv: kv.into(), new_rows: kv.into(), out, modifiers: Modifiers::NONE, variants }
     };
     let counted = |kernel: KernelId, config: &KernelConfig, wgsl: &str| {
         let (found, stated) = (declared_bytes(wgsl), kernel.workgroup_bytes(config));
@@ -672,7 +672,8 @@ fn fault_38_tiles_that_do_not_fit() {
         let config = KernelConfig {
             geometry: heads.geometry().unwrap(),
             q: Dtype::Bf16,
-            kv: Dtype::F16,
+            kv: Dtype::F16.into(),
+            new_rows: Dtype::F16.into(),
             out: Dtype::F16,
             modifiers: Modifiers::NONE,
             variants: base(&heads.geometry().unwrap()),

@@ -15,4 +15,5 @@ mod faults;
 mod options;
 mod random;
 mod real;
+mod stored;
 mod tuning;

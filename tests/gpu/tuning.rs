@@ -24,7 +24,15 @@ fn spec() -> CaseSpec {
 
 fn config(heads: Heads, variants: Variants) -> KernelConfig {
     let (q, kv, out) = (Dtype::F32, Dtype::F32, Dtype::F32);
-    KernelConfig { geometry: heads.geometry().unwrap(), q, kv, out, modifiers: Modifiers::NONE, variants }
+    KernelConfig {
+        geometry: heads.geometry().unwrap(),
+        q,
+        kv: kv.into(),
+        new_rows: kv.into(),
+        out,
+        modifiers: Modifiers::NONE,
+        variants,
+    }
 }
 
 /// What the rule prefers, and a pair of others that the adapter can run.

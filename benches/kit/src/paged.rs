@@ -97,6 +97,7 @@ impl Paged {
             q: case.q().dtype(),
             out: Dtype::F32,
             layout,
+            new_rows: problem.dtype().into(),
             options: *case.options(),
             extras: Extras::NONE,
         };
@@ -146,6 +147,7 @@ impl Paged {
             k: k.as_entire_buffer_binding(),
             v: v.as_entire_buffer_binding(),
             kv: kv.as_entire_buffer_binding(),
+            head_scales: None,
         };
         let append = append.bind(device, attention.kernels(), source, &workspace).map_err(of_shape(name))?;
         let io = AttentionIo {

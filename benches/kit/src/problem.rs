@@ -165,6 +165,7 @@ impl Problem {
             dot: self.spec.heads.head_dim + 1,
             step_keys: 1,
             accumulate: kv_len.saturating_mul(2).saturating_add(2),
+            scaled: false,
         };
         lengths(&self.spec).map(chains).collect()
     }

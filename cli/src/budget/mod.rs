@@ -115,7 +115,14 @@ fn fit(args: &BudgetArgs, lengths: &Lengths, memory: u64) -> Result<Memory, Unus
     let layout = KvLayout::new(geometry, dtype, args.page_size, 1).map_err(BudgetError::from)?;
     let options = AttentionOptions::new(&geometry).with_causal(true);
     let config = MemoryConfig {
-        attention: AttentionConfig { q: Dtype::F32, out: Dtype::F32, layout, options, extras: Extras::NONE },
+        attention: AttentionConfig {
+            q: Dtype::F32,
+            out: Dtype::F32,
+            layout,
+            new_rows: dtype.into(),
+            options,
+            extras: Extras::NONE,
+        },
         variants: Variants::base(&AdapterFacts::PLAIN_GPU, &geometry),
         layers: args.layers,
         prefill_rows: flags.prefill_rows.unwrap_or(u32::MAX),

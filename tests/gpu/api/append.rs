@@ -43,7 +43,7 @@ impl<'h> Pool<'h> {
 
     fn row_bytes(&self) -> [usize; 2] {
         let geometry = self.layout.geometry();
-        [geometry.head_dim(), geometry.v_head_dim()].map(|dim| self.layout.dtype().row_words(dim) as usize * 4)
+        [geometry.head_dim(), geometry.v_head_dim()].map(|dim| self.layout.dtypes().k.row_vectors(dim) as usize * 16)
     }
 
     /// Where a key row and a value row lie, by what the layout's documentation says: `[page, (keys then values),
@@ -88,7 +88,7 @@ impl<'h> Pool<'h> {
             }
         }
         let (k, v) = (Guarded::new(self.host, &k), Guarded::new(self.host, &v));
-        let source = AppendSource { k: k.binding(), v: v.binding(), kv: self.kv.binding() };
+        let source = AppendSource { k: k.binding(), v: v.binding(), kv: self.kv.binding(), head_scales: None };
         let append = Append::upload(&self.host.device, &plan).unwrap();
         let call = append.bind(&self.host.device, kernels, source, &self.workspace).unwrap();
         assert_eq!(call.workgroups() == 0, plan.tokens() == 0);
@@ -113,7 +113,16 @@ fn any_kernels(host: &Host) -> Kernels {
     let geometry = heads.geometry().unwrap();
     let layout = KvLayout::new(geometry, dtype, PageSize::new(1).unwrap(), 1).unwrap();
     let options = AttentionOptions::new(&geometry);
-    host.attention(&AttentionConfig { q: dtype, out: dtype, layout, options, extras: Extras::NONE }).kernels().clone()
+    host.attention(&AttentionConfig {
+        q: dtype,
+        out: dtype,
+        layout,
+        new_rows: dtype.into(),
+        options,
+        extras: Extras::NONE,
+    })
+    .kernels()
+    .clone()
 }
 
 /// Every type, dimensions with and without padding, keys and values alike and not.
@@ -204,7 +213,7 @@ fn one_token_at_a_time_up_to_the_last_slot() {
     let append = AppendPlan::new(&pool.layout, &one).unwrap();
     let append = Append::upload(&host.device, &append).unwrap();
     let [short, enough] = [16, 2 * 64 * 2].map(|bytes| Guarded::unwritten(host, bytes));
-    let source = AppendSource { k: enough.binding(), v: short.binding(), kv: pool.kv.binding() };
+    let source = AppendSource { k: enough.binding(), v: short.binding(), kv: pool.kv.binding(), head_scales: None };
     let error = append.bind(&host.device, &any_kernels(host), source, &pool.workspace).unwrap_err();
     assert_eq!(error, BindError::TooSmall { buffer: "v", found: 16, needed: 256 });
     host.submit(|_| {});

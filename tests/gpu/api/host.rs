@@ -176,8 +176,14 @@ impl<'a> Layer<'a> {
         let geometry = *case.geometry();
         let layout =
             KvLayout::new(geometry, k_pages.dtype(), case.page_size().unwrap(), k_pages.shape()[0] as u32).unwrap();
-        let config =
-            AttentionConfig { q: case.q().dtype(), out, layout, options: *case.options(), extras: Extras::NONE };
+        let config = AttentionConfig {
+            q: case.q().dtype(),
+            out,
+            layout,
+            new_rows: k_pages.dtype().into(),
+            options: *case.options(),
+            extras: Extras::NONE,
+        };
         let q_bytes = padded_rows(case.q(), geometry.head_dim());
         let kv_bytes = pool_bytes(&layout, k_pages, v_pages);
         let rows = u64::from(batch(case).total_q()) * u64::from(geometry.q_heads());

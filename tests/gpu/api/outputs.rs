@@ -2,7 +2,7 @@
 
 use paged_attention::Dtype::{F16, F32};
 use paged_attention::kernels::{KernelId, SourceEdit};
-use paged_attention::{Attention, AttentionIo, BindError, DevicePlan, Kernels, KvLayout, PageSize, Workspace, wgpu};
+use paged_attention::{Attention, AttentionIo, BindError, DevicePlan, Kernels, PageSize, Workspace, wgpu};
 use paged_attention_cases::{CaseSpec, Heads, Pool, build};
 
 use super::host::{Guarded, Host, Layer, batch, host};
@@ -107,7 +107,7 @@ fn a_refused_call_has_no_effect() {
     let io = layer.io();
     bind(AttentionIo { out: wgpu::BufferBinding { offset: io.out.offset + 16, ..io.out }, ..io }, &workspace);
     let layout = &layer.config.layout;
-    let layout = KvLayout::new(*layout.geometry(), layout.dtype(), PageSize::new(6).unwrap(), layout.page_count());
+    let layout = layout.with_pages(PageSize::new(6).unwrap(), layout.page_count());
     let other = host.attention(&paged_attention::AttentionConfig { layout: layout.unwrap(), ..layer.config });
     refused.push(other.bind(&host.device, &device_plan, layer.io(), &workspace).unwrap_err());
     assert!(

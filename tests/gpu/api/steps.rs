@@ -52,8 +52,14 @@ impl<'h> Server<'h> {
         let geometry = heads.geometry().unwrap();
         let layout = KvLayout::new(geometry, dtype, PageSize::new(page_size).unwrap(), page_count).unwrap();
         let options = paged_attention::AttentionOptions::new(&geometry).with_causal(true);
-        let attention =
-            host.attention(&AttentionConfig { q: dtype, out: Dtype::F32, layout, options, extras: Extras::NONE });
+        let attention = host.attention(&AttentionConfig {
+            q: dtype,
+            out: Dtype::F32,
+            layout,
+            new_rows: dtype.into(),
+            options,
+            extras: Extras::NONE,
+        });
         let mut free: Vec<u32> = (0..page_count).collect();
         free.shuffle(&mut StdRng::seed_from_u64(3));
         Self {
@@ -116,7 +122,8 @@ impl<'h> Server<'h> {
         let device = &self.host.device;
         let append = AppendPlan::new(&layout, &batch).unwrap();
         let append = Append::upload(device, &append).unwrap();
-        let source = AppendSource { k: inputs[1].binding(), v: inputs[2].binding(), kv: self.kv.binding() };
+        let source =
+            AppendSource { k: inputs[1].binding(), v: inputs[2].binding(), kv: self.kv.binding(), head_scales: None };
         let append = append.bind(device, self.attention.kernels(), source, &self.workspace).unwrap();
         let plan = self.attention.plan(&batch).unwrap();
         let device_plan = paged_attention::DevicePlan::upload(device, &plan).unwrap();
@@ -238,6 +245,7 @@ fn growing_token_by_token() {
                         dot: this.dot.max(before.dot),
                         step_keys: this.step_keys.min(before.step_keys),
                         accumulate: this.accumulate.max(before.accumulate),
+                        scaled: false,
                     });
                 }
             }

@@ -17,8 +17,14 @@ fn more_sequences_than_an_axis_has_workgroups() {
     let geometry = HeadGeometry::new(1, 1, 8).unwrap();
     let layout = KvLayout::new(geometry, Dtype::F32, PageSize::new(1).unwrap(), PAGES).unwrap();
     let options = AttentionOptions::new(&geometry).with_scale(0.5);
-    let attention =
-        host.attention(&AttentionConfig { q: Dtype::F32, out: Dtype::F32, layout, options, extras: Extras::NONE });
+    let attention = host.attention(&AttentionConfig {
+        q: Dtype::F32,
+        out: Dtype::F32,
+        layout,
+        new_rows: Dtype::F32.into(),
+        options,
+        extras: Extras::NONE,
+    });
 
     let rows: Vec<u32> = (0..=SEQS).collect();
     let page_ids: Vec<u32> = (0..SEQS).map(|seq| seq % PAGES).collect();

@@ -82,7 +82,7 @@ fn fault_16_pages_past_16_bits_and_64_mib() {
         ("return rows.base + page", "return 0x3fffffu & (rows.base + page"),
         ("slot * rows.slot_stride;", "slot * rows.slot_stride);"),
     ];
-    let used = [("row + chunk * chunk_vectors(KV_DTYPE);", "(row + chunk * chunk_vectors(KV_DTYPE)) & 0x3fffffu;")];
+    let used = [("row + chunk * chunk_vectors(K_DTYPE);", "(row + chunk * chunk_vectors(K_DTYPE)) & 0x3fffffu;")];
     for (kernel, name, edits) in [
         (KernelId::Prefill, "70000-pages-paged", &page[..]),
         (KernelId::Decode, "70000-pages-paged", &page[..]),

@@ -81,7 +81,8 @@ fn fault_09_subgroups_that_lie_are_stepped_down_from() {
     let config = |variants| KernelConfig {
         geometry,
         q: Dtype::F32,
-        kv: Dtype::F32,
+        kv: Dtype::F32.into(),
+        new_rows: Dtype::F32.into(),
         out: Dtype::F32,
         modifiers: Modifiers::NONE,
         variants,
