@@ -9,8 +9,8 @@ use crate::plan::PlanError;
 use crate::tensor::{Tensor, TensorError};
 
 /// What row padding is filled with: NaN in every type. Padding is unowned and never matters; filling it so keeps
-/// that promise honest in every run.
-const PADDING: u8 = 0xff;
+/// that promise honest in every run. So are pages that hold converted rows, before these are written.
+pub(super) const PADDING: u8 = 0xff;
 
 /// The page table of a case: its own, or one made for contiguous keys and values.
 pub(super) struct PageTable {

@@ -13,7 +13,7 @@ use std::time::Instant;
 use thiserror::Error;
 
 pub use self::choice::{Choice, ChosenBy, Preference};
-use self::host::{NewTokens, PageTable, head_scales, padded, paged_bytes, stored_rows, unpadded};
+use self::host::{NewTokens, PADDING, PageTable, head_scales, padded, paged_bytes, stored_rows, unpadded};
 pub use self::pipelines::CompileTimes;
 use self::pipelines::Pipelines;
 use self::timestamps::{Queries, elapsed_ms};
@@ -481,6 +481,9 @@ impl Runner {
                 let append = AppendPlan::converting(layout, &new.batch(), config.new_rows.dtype, rotation)?;
                 let append = Append::upload(device, &append)?;
                 let [k, v] = [self.upload("k", &new.k)?, self.upload("v", &new.v)?];
+                if converts {
+                    self.queue.write_buffer(&kv, 0, &vec![PADDING; layout.bytes() as usize]);
+                }
                 let scales = match &scales {
                     Some(scales) => Some(self.upload("head scales", bytemuck::cast_slice(scales))?),
                     None => None,
