@@ -406,3 +406,74 @@ impl AppendCall {
         self.workgroups
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::geometry::PageSize;
+    use crate::kv::{KvDtype, Pairing};
+
+    const BATCH: Batch<'_> =
+        Batch { q_indptr: &[0, 2, 3], page_indptr: &[0, 2, 3], page_ids: &[4, 1, 0], kv_len: &[5, 2] };
+
+    fn layout(dtypes: impl Into<KvDtypes>) -> KvLayout {
+        let geometry = HeadGeometry::with_v_head_dim(4, 2, 20, 300).unwrap();
+        KvLayout::new(geometry, dtypes, PageSize::new(4).unwrap(), 5).unwrap()
+    }
+
+    #[test]
+    fn a_plan_has_slots_and_turns() {
+        let rotary = Rotary::new(Pairing::HalfSplit, 4, 100.0).unwrap().with_magnitude(0.5).unwrap();
+        // Tokens 3 and 4 of one sequence, token 1 of the other.
+        let slots = [4 * 4 + 3, 4, 1];
+        for (given, positions) in [(None, [3_u32, 4, 1]), (Some(&[7_u32, 0, 1 << 30][..]), [7, 0, 1 << 30])] {
+            let rotation = Rotation { rotary: &rotary, positions: given };
+            let plan = AppendPlan::converting(&layout(Dtype::F16), &BATCH, Dtype::F32, Some(rotation)).unwrap();
+            let turns = positions.into_iter().flat_map(|position| {
+                [1.0, 0.1].into_iter().flat_map(move |frequency: f64| {
+                    let angle = f64::from(position) * frequency;
+                    [0.5 * angle.cos(), 0.5 * angle.sin()].map(|x| (x as f32).to_bits())
+                })
+            });
+            assert_eq!(plan.words, slots.into_iter().chain(turns).collect::<Vec<u32>>());
+            assert_eq!((plan.params.turns, plan.device_bytes()), (3, PARAMS_BYTES + 15 * 4));
+            assert_eq!(plan.new_rows(), &NewRows { dtype: Dtype::F32, rotary: Some(rotary.shape()) });
+        }
+        let few = Rotation { rotary: &rotary, positions: Some(&[1, 2]) };
+        assert_eq!(
+            AppendPlan::converting(&layout(Dtype::F16), &BATCH, Dtype::F16, Some(few)),
+            Err(AppendError::Rotary(RotaryError::Positions { found: 2, needed: 3 }))
+        );
+        let wide = Rotary::new(Pairing::HalfSplit, 22, 100.0).unwrap();
+        let wide = Rotation { rotary: &wide, positions: None };
+        assert_eq!(
+            AppendPlan::converting(&layout(Dtype::F16), &BATCH, Dtype::F16, Some(wide)),
+            Err(AppendError::Rotary(RotaryError::Dims { first: 0, dims: 22, head_dim: 20 }))
+        );
+    }
+
+    /// Every row has its lanes, whether keys and values are read or values are part of the keys.
+    #[test]
+    fn workgroups_of_a_conversion() {
+        // 300 dimensions are 38 chunks: 64 lanes for each of 3 tokens, 2 heads, keys and values.
+        let plan = AppendPlan::converting(&layout(KvDtype::Int8), &BATCH, Dtype::Bf16, None).unwrap();
+        assert_eq!(plan.params.groups, 3 * 2 * 2);
+        let geometry = HeadGeometry::latent(4, 20, 8).unwrap();
+        let latent = KvLayout::new(geometry, KvDtype::Int8, PageSize::new(4).unwrap(), 5).unwrap();
+        // 3 chunks: 4 lanes for each of 3 keys.
+        let plan = AppendPlan::converting(&latent, &BATCH, Dtype::Bf16, None).unwrap();
+        assert_eq!(plan.params.groups, 1);
+        assert_eq!(plan.source.bytes(), [3 * 3 * 16, 16]);
+    }
+
+    #[test]
+    fn pages_without_a_type_for_new_rows() {
+        let (int8, f16) = (KvDtype::Int8, KvDtype::F16);
+        for dtypes in
+            [KvDtypes { k: int8, v: int8 }, KvDtypes { k: f16, v: int8 }, KvDtypes { k: f16, v: KvDtype::Bf16 }]
+        {
+            assert_eq!(AppendPlan::new(&layout(dtypes), &BATCH), Err(AppendError::NotCopied { dtypes }));
+            assert!(AppendPlan::converting(&layout(dtypes), &BATCH, Dtype::F16, None).is_ok());
+        }
+    }
+}

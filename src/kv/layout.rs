@@ -258,3 +258,92 @@ fn row_vectors(geometry: &HeadGeometry, dtypes: KvDtypes) -> [u32; 2] {
     let v_row = dtypes.v.row_vectors(geometry.v_head_dim());
     [dtypes.k.row_vectors(geometry.head_dim()), if geometry.is_latent() { 0 } else { v_row }]
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn geometry() -> impl Strategy<Value = HeadGeometry> {
+        let heads = (1..4_u32, 1..4_u32, 1..80_u32, 1..80_u32, any::<bool>());
+        heads.prop_map(|(group, kv_heads, dim, v_dim, latent)| {
+            if latent {
+                HeadGeometry::latent(group, dim.max(v_dim), dim.min(v_dim)).unwrap()
+            } else {
+                HeadGeometry::with_v_head_dim(group * kv_heads, kv_heads, dim, v_dim).unwrap()
+            }
+        })
+    }
+
+    fn dtypes() -> impl Strategy<Value = KvDtypes> {
+        let one = || proptest::sample::select(&KvDtype::ALL[..]);
+        (one(), one()).prop_map(|(k, v)| KvDtypes { k, v })
+    }
+
+    proptest! {
+        /// No two rows or scales of a pool share a byte, rows start at multiples of 16 bytes, and what belongs to a page
+        /// lies in its one range.
+        #[test]
+        fn every_row_and_scale_has_bytes_of_its_own(
+            geometry in geometry(), dtypes in dtypes(), page_size in 1..9_u32, pages in 1..4_u32, by_slot in any::<bool>(),
+        ) {
+            let order = if by_slot { RowOrder::SlotHead } else { RowOrder::HeadSlot };
+            let page_size = PageSize::new(page_size).unwrap();
+            let layout = KvLayout::new(geometry, dtypes, page_size, pages).unwrap().with_order(order);
+            prop_assert_eq!(layout.bytes(), layout.page_bytes() * u64::from(pages));
+            let mut owner = vec![false; layout.bytes() as usize];
+            let mut own = |page: u32, start: usize, len: usize| {
+                let in_page = start as u64 / layout.page_bytes() == u64::from(page)
+                    && (start + len - 1) as u64 / layout.page_bytes() == u64::from(page);
+                let free = owner[start..start + len].iter().all(|owned| !owned);
+                owner[start..start + len].fill(true);
+                in_page && free
+            };
+            let (stored, latent) = (layout.dtypes(), geometry.is_latent());
+            let row = |dtype: KvDtype, dim: u32| 16 * dtype.row_vectors(dim) as usize;
+            for page in 0..pages {
+                for (head, slot) in (0..geometry.kv_heads()).flat_map(|h| (0..page_size.get()).map(move |s| (h, s))) {
+                    let at = |rows: &RowLayout, unit: usize| rows.offset(page, head, slot) as usize * unit;
+                    prop_assert!(own(page, at(layout.k_rows(), 16), row(stored.k, geometry.head_dim())));
+                    if latent {
+                        prop_assert_eq!(layout.v_rows(), layout.k_rows());
+                        prop_assert_eq!(layout.v_scales(), layout.k_scales());
+                    } else {
+                        prop_assert!(own(page, at(layout.v_rows(), 16), row(stored.v, geometry.v_head_dim())));
+                    }
+                    for scales in [layout.k_scales(), layout.v_scales().filter(|_| !latent)].into_iter().flatten() {
+                        prop_assert!(own(page, at(scales, 4), 4));
+                    }
+                }
+            }
+            // What is left over fills the scales up to whole vectors.
+            let slots = u64::from(geometry.kv_heads() * page_size.get());
+            let blocks = [layout.k_scales(), layout.v_scales().filter(|_| !latent)].into_iter().flatten().count() as u64;
+            let unowned = owner.iter().filter(|owned| !**owned).count() as u64;
+            prop_assert_eq!(unowned, u64::from(pages) * blocks * (slots.next_multiple_of(4) - slots) * 4);
+            prop_assert_eq!(layout.with_pages(page_size, pages), Ok(layout));
+        }
+    }
+
+    #[test]
+    fn pools_past_32_bits_are_refused() {
+        let (geometry, page_size) = (HeadGeometry::new(1, 1, 16).unwrap(), PageSize::new(4).unwrap());
+        // 2 rows of 16 bytes and 2 scales for each of 4 slots.
+        let page_bytes = 4 * (16 + 16 + 4 + 4);
+        let most = u32::MAX / (page_bytes / 4);
+        assert!(KvLayout::new(geometry, KvDtype::Int8, page_size, most).is_ok());
+        let refused = KvLayout::new(geometry, KvDtype::Int8, page_size, most + 1);
+        assert_eq!(
+            refused,
+            Err(LayoutError::TooLarge {
+                page_count: most + 1,
+                page_bytes: page_bytes.into(),
+                needed: u128::from(most + 1) * u128::from(page_bytes),
+                limit: u64::from(u32::MAX) * 4,
+            })
+        );
+        // Without scales, offsets are in vectors.
+        assert!(KvLayout::new(geometry, KvDtype::Fp8, page_size, most + 1).is_ok());
+    }
+}

@@ -85,3 +85,63 @@ pub fn fp8_to_f32(byte: u8) -> f32 {
     };
     if byte & 0x80 != 0 { -magnitude } else { magnitude }
 }
+
+#[cfg(test)]
+mod tests {
+    use half::f16;
+
+    use super::*;
+    use crate::geometry::{Dtype, HeadGeometry, PageSize};
+    use crate::kv::RowOrder;
+
+    /// An fp8 number is an f16 number with another exponent's bias and fewer bits of mantissa.
+    #[test]
+    fn every_fp8_code() {
+        for byte in 0..=u8::MAX {
+            let (sign, magnitude) = (u16::from(byte >> 7) << 15, u16::from(byte & 0x7f) << 7);
+            let expected = f16::from_bits(sign | magnitude).to_f32() * 256.0;
+            let found = fp8_to_f32(byte);
+            if byte & 0x7f == 0x7f {
+                assert!(found.is_nan());
+            } else {
+                assert_eq!(found.to_bits(), expected.to_bits(), "{byte:#x}");
+            }
+        }
+    }
+
+    #[test]
+    fn rows_are_read_where_they_lie() {
+        let geometry = HeadGeometry::with_v_head_dim(2, 2, 3, 2).unwrap();
+        let dtypes = KvDtypes { k: KvDtype::Int8, v: KvDtype::Fp8 };
+        let layout =
+            KvLayout::new(geometry, dtypes, PageSize::new(2).unwrap(), 3).unwrap().with_order(RowOrder::SlotHead);
+        let mut bytes = vec![0xff; layout.bytes() as usize];
+        let (page, head, slot) = (2, 1, 0);
+        let at = layout.k_rows().offset(page, head, slot) as usize * 16;
+        bytes[at..at + 3].copy_from_slice(&[127, 0x81, 1]);
+        let at = layout.k_scales().unwrap().offset(page, head, slot) as usize * 4;
+        bytes[at..at + 4].copy_from_slice(&0.5_f32.to_le_bytes());
+        let at = layout.v_rows().offset(page, head, slot) as usize * 16;
+        bytes[at..at + 2].copy_from_slice(&[0x38, 0xfe]);
+        let view = PoolView::new(&layout, &bytes, &[[9.0, 9.0], [3.0, 2.0]]);
+        assert_eq!(view.key(page, head, slot), Some(vec![63.5, -63.5, 0.5]));
+        assert_eq!(view.value(page, head, slot), Some(vec![2.0, -896.0]));
+        for [page, head, slot] in [[3, 0, 0], [0, 2, 0], [0, 0, 2]] {
+            assert_eq!((view.key(page, head, slot), view.value(page, head, slot)), (None, None));
+        }
+        let short = PoolView::new(&layout, &bytes[..layout.bytes() as usize - 100], &[]);
+        assert_eq!((short.key(2, 1, 1), short.value(0, 0, 0)), (None, None));
+    }
+
+    #[test]
+    fn values_that_are_part_of_the_keys() {
+        let geometry = HeadGeometry::latent(4, 4, 2).unwrap();
+        for dtype in [KvDtype::Int8, KvDtype::Fp8, Dtype::F32.into()] {
+            let layout = KvLayout::new(geometry, dtype, PageSize::new(1).unwrap(), 1).unwrap();
+            let bytes: Vec<u8> = (0..layout.bytes() as u8).collect();
+            let view = PoolView::new(&layout, &bytes, &[[0.5, 7.0]]);
+            let (key, value) = (view.key(0, 0, 0).unwrap(), view.value(0, 0, 0).unwrap());
+            assert_eq!(key[..2], value, "{dtype}");
+        }
+    }
+}

@@ -196,3 +196,57 @@ impl RotaryShape {
 fn in_range(name: &'static str, found: f64) -> Result<f64, RotaryError> {
     if (NUMBER_MIN..=NUMBER_MAX).contains(&found) { Ok(found) } else { Err(RotaryError::Range { name, found }) }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_cannot_be_rotated_is_refused() {
+        let new = |dims, base| Rotary::new(Pairing::Interleaved, dims, base).map(|_| ());
+        for dims in [0, 7] {
+            assert_eq!(new(dims, 1e4), Err(RotaryError::Dims { first: 0, dims, head_dim: dims }));
+        }
+        for base in [0.0, -1.0, 1e-30, 1e30, f64::INFINITY] {
+            assert_eq!(new(8, base), Err(RotaryError::Range { name: "the base", found: base }));
+        }
+        assert!(matches!(new(8, f64::NAN), Err(RotaryError::Range { name: "the base", .. })));
+        let rotary = Rotary::new(Pairing::HalfSplit, 8, 1e4).unwrap();
+        assert!(matches!(rotary.clone().with_linear_scaling(0.0), Err(RotaryError::Range { .. })));
+        assert!(matches!(rotary.clone().with_magnitude(f64::NAN), Err(RotaryError::Range { .. })));
+        assert_eq!(rotary.clone().with_frequency_factors(&[1.0; 3]), Err(RotaryError::Factors { found: 3, needed: 4 }));
+        assert!(matches!(
+            rotary.clone().with_frequency_factors(&[1.0, 2.0, -1.0, 1.0]),
+            Err(RotaryError::Range { .. })
+        ));
+        assert_eq!(rotary.shape().check(8), Ok(()));
+        for (first, head_dim) in [(0, 7), (1, 8), (u32::MAX, 8)] {
+            let shape = rotary.clone().from_element(first).shape();
+            assert_eq!(shape.check(head_dim), Err(RotaryError::Dims { first, dims: 8, head_dim }));
+        }
+    }
+
+    #[test]
+    fn frequencies_and_their_scaling() {
+        let rotary = Rotary::new(Pairing::HalfSplit, 8, 10_000.0).unwrap();
+        let close = |found: &[f64], expected: [f64; 4]| {
+            let near = |(found, expected): (&f64, &f64)| (found - expected).abs() < 1e-15;
+            assert!(found.iter().zip(&expected).all(near), "{found:?} against {expected:?}");
+        };
+        close(rotary.frequencies(), [1.0, 0.1, 0.01, 0.001]);
+        close(rotary.clone().with_linear_scaling(4.0).unwrap().frequencies(), [0.25, 0.025, 0.0025, 0.00025]);
+        let factors = [1.0, 1.0, 2.0, 8.0];
+        close(rotary.clone().with_frequency_factors(&factors).unwrap().frequencies(), [1.0, 0.1, 0.005, 0.000125]);
+        let turns: Vec<[f64; 2]> = rotary.with_magnitude(2.0).unwrap().turns(3).collect();
+        assert_eq!(turns[0], [2.0 * 3.0_f64.cos(), 2.0 * 3.0_f64.sin()]);
+        assert_eq!(turns.len(), 4);
+    }
+
+    #[test]
+    fn elements_of_pairs() {
+        let shape = |pairing| RotaryShape { pairing, first: 3, dims: 6 };
+        let pairs = |pairing| shape(pairing).pairs().collect::<Vec<_>>();
+        assert_eq!(pairs(Pairing::Interleaved), [[3, 4], [5, 6], [7, 8]]);
+        assert_eq!(pairs(Pairing::HalfSplit), [[3, 6], [4, 7], [5, 8]]);
+    }
+}

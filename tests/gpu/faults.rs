@@ -5,6 +5,7 @@
 mod adapters;
 mod arithmetic;
 mod places;
+mod stored;
 mod subgroups;
 
 use std::collections::HashSet;
@@ -111,8 +112,20 @@ fn noticed_case(
     edits: impl Fn(&KernelConfig) -> Vec<SourceEdit>,
     check: impl Fn(&Case, &Output, &Output) -> Result<(), String>,
 ) {
+    noticed_with(gpu, fault, (spec, case), |options| options, edits, check);
+}
+
+/// The same with other options than the description has.
+fn noticed_with(
+    gpu: &Gpu,
+    fault: &str,
+    (spec, case): (&CaseSpec, &Case),
+    options: impl Fn(RunOptions) -> RunOptions,
+    edits: impl Fn(&KernelConfig) -> Vec<SourceEdit>,
+    check: impl Fn(&Case, &Output, &Output) -> Result<(), String>,
+) {
     let mut seen = HashSet::new();
-    for options in in_every_variant(gpu, spec) {
+    for options in in_every_variant(gpu, spec).into_iter().map(options) {
         let config = kernel_config(case, &options);
         let edits = edits(&config);
         let (fault, spec) = (format!("{fault}, {} {}", config.variants.prefill, config.variants.decode), &spec);

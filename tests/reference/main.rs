@@ -12,6 +12,7 @@
 mod emulated;
 mod options;
 mod refusals;
+mod storage;
 
 use emulated::{Fault, Kernel, Scores, Weights};
 use paged_attention::reference::bound::{BoundError, Bounds, bounds};
