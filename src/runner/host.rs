@@ -168,11 +168,14 @@ pub(super) fn head_scales(case: &Case, layout: &KvLayout, rotary: Option<&Rotary
     largest.into_iter().map(|largest| largest.map(scale)).collect()
 }
 
+/// The stored row at a page, KV head and slot.
+type RowOf<'a> = &'a dyn Fn(u32, u32, u32) -> Option<Vec<f32>>;
+
 /// Keys and values of the pages, in f32 and in the order of the case.
 pub(super) fn stored_rows(case: &Case, table: &PageTable, pool: &PoolView<'_>) -> Result<KvSource, TensorError> {
     let kv_heads = case.geometry().kv_heads();
     let page_size = table.page_size.get();
-    let rows = |shape: &[usize], row: &dyn Fn(u32, u32, u32) -> Option<Vec<f32>>| {
+    let rows = |shape: &[usize], row: RowOf<'_>| {
         let tokens: Vec<(u32, u32)> = match case.kv() {
             KvSource::Contiguous { .. } => table.slots().collect(),
             KvSource::Paged { .. } => {
@@ -185,8 +188,8 @@ pub(super) fn stored_rows(case: &Case, table: &PageTable, pool: &PoolView<'_>) -
             rows.flat_map(|(page, head, slot)| row(*page, head, *slot).unwrap_or_default()).collect();
         Tensor::from_f32(Dtype::F32, shape, &values)
     };
-    let [key, value]: [&dyn Fn(u32, u32, u32) -> Option<Vec<f32>>; 2] =
-        [&|page, head, slot| pool.key(page, head, slot), &|page, head, slot| pool.value(page, head, slot)];
+    let key: RowOf<'_> = &|page, head, slot| pool.key(page, head, slot);
+    let value: RowOf<'_> = &|page, head, slot| pool.value(page, head, slot);
     Ok(match case.kv().clone() {
         KvSource::Contiguous { k, v, kv_indptr } => {
             KvSource::Contiguous { k: rows(k.shape(), key)?, v: rows(v.shape(), value)?, kv_indptr }
