@@ -3,42 +3,15 @@
 //
 // Grid: one lane per vector of 16 bytes of (token, KV head, key row then value row), folded into three axes.
 //
-// Bindings (group 0):
-//   0 params    uniform, `AppendParams`
+// Bindings (group 0), beside those of lib/append.wgsl:
 //   1 slots     [tokens] destination of each token: page * page_size + slot
-//   2 new_k     [tokens, kv_heads] key rows, padded to whole chunks, in the pages' type
-//   3 new_v     [tokens, kv_heads] value rows, alike
 //   4 kv_pages  the pages, addressed by `row_offset`
-//   5 workspace its status words
 //
-// Workgroup memory: none. Preconditions, checked by `AppendPlan::new` and `Append::bind`: every destination lies in
-// the pool and occurs once; buffer sizes.
+// New rows are in the pages' type. Workgroup memory: none. Preconditions, checked by `AppendPlan::new` and `Append::bind`:
+// every destination lies in the pool and occurs once; buffer sizes.
 
-struct AppendParams {
-    k_rows: RowLayout,
-    v_rows: RowLayout,
-    k_scales: RowLayout,
-    v_scales: RowLayout,
-    tokens: u32,
-    kv_heads: u32,
-    page_size: u32,
-    page_count: u32,
-    groups: u32,
-    // Vectors of 16 bytes per key row and per value row.
-    k_row_vectors: u32,
-    v_row_vectors: u32,
-}
-
-@group(0) @binding(0) var<uniform> params: AppendParams;
 @group(0) @binding(1) var<storage, read> slots: array<u32>;
-@group(0) @binding(2) var<storage, read> new_k: array<vec4<u32>>;
-@group(0) @binding(3) var<storage, read> new_v: array<vec4<u32>>;
 @group(0) @binding(4) var<storage, read_write> kv_pages: array<vec4<u32>>;
-struct Workspace {
-    status: array<atomic<u32>, STATUS_WORDS>,
-}
-
-@group(0) @binding(5) var<storage, read_write> workspace: Workspace;
 
 @compute @workgroup_size(LANES)
 fn append(

@@ -3,16 +3,13 @@
 // Grid: ROW_LANES lanes per row; rows are [tokens, kv_heads] of keys, then of values (none where values are part of the
 // keys); folded into three axes. A lane takes chunks of 8 elements.
 //
-// Bindings (group 0):
-//   0 params    uniform, `AppendParams`
+// Bindings (group 0), beside those of lib/append.wgsl:
 //   1 plan      [tokens] destination of each token, page * page_size + slot; then, where keys are rotated,
 //               [tokens, ROTARY_DIMS / 2] of (cos, sin) in f32
-//   2 new_k     [tokens, kv_heads] key rows of NEW_DTYPE, padded to whole chunks
-//   3 new_v     [tokens, kv_heads] value rows, alike
 //   4 kv_pages  the pages, addressed by `row_offset`
-//   5 workspace its status words
 //   6 heads     [kv_heads] of (key scale, value scale), where either is fp8
 //
+// New rows are of NEW_DTYPE.
 // int8: the scale of a row is its largest magnitude over 127, and elements are divided by it and rounded. A row whose
 // largest magnitude is below INT8_FLOOR becomes zero.
 // fp8: elements are divided by the scale of their head and rounded; what is larger than 448 then becomes 448.
@@ -21,35 +18,9 @@
 // `Append::bind`: every destination lies in the pool and occurs once; buffer sizes; the rotated elements. The caller's:
 // numbers are finite, rotated ones too; scales of heads are from 2^-100 to 2^100.
 
-struct AppendParams {
-    k_rows: RowLayout,
-    v_rows: RowLayout,
-    k_scales: RowLayout,
-    v_scales: RowLayout,
-    tokens: u32,
-    kv_heads: u32,
-    page_size: u32,
-    page_count: u32,
-    groups: u32,
-    // Vectors of 16 bytes per new key row and per new value row.
-    k_row_vectors: u32,
-    v_row_vectors: u32,
-    // First word of the cosines and sines.
-    turns: u32,
-}
-
-@group(0) @binding(0) var<uniform> params: AppendParams;
 @group(0) @binding(1) var<storage, read> plan: array<u32>;
-@group(0) @binding(2) var<storage, read> new_k: array<vec4<u32>>;
-@group(0) @binding(3) var<storage, read> new_v: array<vec4<u32>>;
 // Words: no lane writes a part of a vector that another one writes to as well.
 @group(0) @binding(4) var<storage, read_write> kv_pages: array<u32>;
-
-struct Workspace {
-    status: array<atomic<u32>, STATUS_WORDS>,
-}
-
-@group(0) @binding(5) var<storage, read_write> workspace: Workspace;
 //if HEAD_SCALES
 @group(0) @binding(6) var<storage, read> heads: array<vec2<f32>>;
 //end

@@ -47,6 +47,12 @@ fn config(geometry: HeadGeometry, dtype: Dtype, page_size: u32, page_count: u32)
     }
 }
 
+/// For queries, keys and values, and output of these types, without modifiers.
+fn kernels_of(geometry: HeadGeometry, (q, kv, out): (Dtype, Dtype, Dtype), variants: Variants) -> KernelConfig {
+    let (kv, new_rows) = (kv.into(), kv.into());
+    KernelConfig { geometry, q, kv, new_rows, out, modifiers: Modifiers::NONE, variants }
+}
+
 fn storage(device: &wgpu::Device, size: u64) -> wgpu::Buffer {
     device.create_buffer(&wgpu::BufferDescriptor {
         label: None,
@@ -261,28 +267,12 @@ fn variants_that_cannot_be_built() {
         (good.prefill, DecodeVariant::Exchange { subgroup: 7 }),
     ] {
         let variants = Variants { prefill, decode };
-        let config = KernelConfig {
-            geometry,
-            q: Dtype::F32,
-            kv: Dtype::F32.into(),
-            new_rows: Dtype::F32.into(),
-            out: Dtype::F32,
-            modifiers: Modifiers::NONE,
-            variants,
-        };
+        let config = kernels_of(geometry, (Dtype::F32, Dtype::F32, Dtype::F32), variants);
         let error = pollster::block_on(Kernels::new(&device, &config)).unwrap_err();
         assert!(matches!(error, BuildError::Variants { .. }), "{error}");
     }
     let variants = Variants { decode: DecodeVariant::Exchange { subgroup: 8 }, ..good };
-    let config = KernelConfig {
-        geometry,
-        q: Dtype::F32,
-        kv: Dtype::F32.into(),
-        new_rows: Dtype::F32.into(),
-        out: Dtype::F32,
-        modifiers: Modifiers::NONE,
-        variants,
-    };
+    let config = kernels_of(geometry, (Dtype::F32, Dtype::F32, Dtype::F32), variants);
     let error = pollster::block_on(Kernels::new(&device, &config)).unwrap_err();
     assert_eq!(error, BuildError::Subgroups { kernel: "decode", subgroup: 8 });
 }
@@ -410,15 +400,7 @@ fn appends_that_cannot_be_bound() {
 #[test]
 fn kernels_that_cannot_be_built() {
     let geometry = HeadGeometry::new(4, 2, 20).unwrap();
-    let kernel_config = KernelConfig {
-        geometry,
-        q: Dtype::F16,
-        kv: Dtype::F16.into(),
-        new_rows: Dtype::F16.into(),
-        out: Dtype::F32,
-        modifiers: Modifiers::NONE,
-        variants: base(&geometry),
-    };
+    let kernel_config = kernels_of(geometry, (Dtype::F16, Dtype::F16, Dtype::F32), base(&geometry));
     let build = |limits, config: &KernelConfig| pollster::block_on(Kernels::new(&device(limits).0, config)).map(|_| ());
     let default = wgpu::Limits::default;
     assert_eq!(build(default(), &kernel_config), Ok(()));
@@ -504,15 +486,7 @@ fn base_kernels_need_default_limits_and_no_features() {
             ] {
                 let geometry = HeadGeometry::with_v_head_dim(q_heads, kv_heads, head_dim, v_head_dim).unwrap();
                 let variants = Variants::base(&facts, &geometry);
-                let config = KernelConfig {
-                    geometry,
-                    q,
-                    kv: kv.into(),
-                    new_rows: kv.into(),
-                    out,
-                    modifiers: Modifiers::NONE,
-                    variants,
-                };
+                let config = kernels_of(geometry, (q, kv, out), variants);
                 pollster::block_on(Kernels::new(&device, &config)).unwrap();
             }
         }

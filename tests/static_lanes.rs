@@ -66,6 +66,12 @@ impl Variant {
     }
 }
 
+/// Types of queries, keys and values, and output; new rows are in the type of the pages.
+fn kernels_of(geometry: HeadGeometry, (q, kv, out): (Dtype, Dtype, Dtype), variants: Variants) -> KernelConfig {
+    let (kv, new_rows) = (kv.into(), kv.into());
+    KernelConfig { geometry, q, kv, new_rows, out, modifiers: Modifiers::NONE, variants }
+}
+
 /// Every geometry with every stored type, and every mixture of types with two geometries: one whose rows end inside a
 /// chunk of 8 elements, one whose rows do not. Variants with subgroups with fewer groups and types.
 fn variants() -> Vec<Variant> {
@@ -78,15 +84,7 @@ fn variants() -> Vec<Variant> {
                 for out in OUT {
                     let alike = q == kv && (q == Dtype::F32) == (out == Dtype::F32);
                     for variants in Variants::all(&geometry) {
-                        let config = KernelConfig {
-                            geometry,
-                            q,
-                            kv: kv.into(),
-                            new_rows: kv.into(),
-                            out,
-                            modifiers: Modifiers::NONE,
-                            variants,
-                        };
+                        let config = kernels_of(geometry, (q, kv, out), variants);
                         let subgroups = variants.prefill.subgroup > 0;
                         let kernels = KernelId::ALL.into_iter().filter(|kernel| {
                             if subgroups {
@@ -129,15 +127,7 @@ fn modified() -> Vec<Variant> {
         .flat_map(|(geometry, modifiers)| {
             let (q, kv, out) = (Dtype::F32, Dtype::F16, Dtype::F32);
             let variants = Variants::all(&geometry).into_iter();
-            variants.map(move |variants| KernelConfig {
-                geometry,
-                q,
-                kv: kv.into(),
-                new_rows: kv.into(),
-                out,
-                modifiers,
-                variants,
-            })
+            variants.map(move |variants| KernelConfig { modifiers, ..kernels_of(geometry, (q, kv, out), variants) })
         })
         .flat_map(|config| KernelId::ALL.map(|kernel| Variant::new(kernel, config)))
         .collect()
@@ -152,15 +142,7 @@ fn stored() -> Vec<Variant> {
     let plain = HeadGeometry::new(8, 2, 64).expect("a legal geometry");
     let ragged = HeadGeometry::with_v_head_dim(3, 3, 21, 59).expect("a legal geometry");
     let latent = HeadGeometry::latent(16, 576, 512).expect("a legal geometry");
-    let config = |geometry, kv, new_rows, modifiers, variants| KernelConfig {
-        geometry,
-        q: Dtype::F32,
-        kv,
-        new_rows,
-        out: Dtype::F32,
-        modifiers,
-        variants,
-    };
+    let types = (Dtype::F32, Dtype::F32, Dtype::F32);
     let mut all = Vec::new();
     for (geometry, kv, modifiers) in [
         (plain, of(int8, int8), Modifiers::NONE),
@@ -172,7 +154,7 @@ fn stored() -> Vec<Variant> {
         (latent, of(fp8, fp8), Modifiers::NONE),
     ] {
         for variants in Variants::all(&geometry) {
-            let config = config(geometry, kv, Dtype::F32.into(), modifiers, variants);
+            let config = KernelConfig { kv, modifiers, ..kernels_of(geometry, types, variants) };
             let kernels = [KernelId::Prefill, KernelId::Decode, KernelId::Merge];
             all.extend(kernels.map(|kernel| Variant::new(kernel, config)));
         }
@@ -184,7 +166,8 @@ fn stored() -> Vec<Variant> {
                 let rotary = [Pairing::Interleaved, Pairing::HalfSplit]
                     .map(|pairing| Some(RotaryShape { pairing, first, dims: 18 }));
                 for rotary in [None].into_iter().chain(rotary) {
-                    let config = config(geometry, of(k, v), NewRows { dtype, rotary }, Modifiers::NONE, variants);
+                    let (kv, new_rows) = (of(k, v), NewRows { dtype, rotary });
+                    let config = KernelConfig { kv, new_rows, ..kernels_of(geometry, types, variants) };
                     all.push(Variant::new(KernelId::Append, config));
                 }
             }
@@ -209,15 +192,7 @@ fn alternatives() -> Vec<Variant> {
             let prefill = prefill.into_iter().map(|prefill| (KernelId::Prefill, Variants { prefill, ..rule }));
             let decode = decode.into_iter().map(|decode| (KernelId::Decode, Variants { decode, ..rule }));
             let (q, kv, out) = (Dtype::F32, Dtype::F32, Dtype::F32);
-            let config = |variants| KernelConfig {
-                geometry,
-                q,
-                kv: kv.into(),
-                new_rows: kv.into(),
-                out,
-                modifiers: Modifiers::NONE,
-                variants,
-            };
+            let config = |variants| kernels_of(geometry, (q, kv, out), variants);
             all.extend(prefill.chain(decode).map(|(kernel, variants)| Variant::new(kernel, config(variants))));
         }
     }
@@ -420,9 +395,12 @@ fn every_shader_file_is_part_of_a_kernel_and_begins_with_its_purpose() {
     let geometry = HeadGeometry::new(8, 2, 64).expect("a legal geometry");
     let (q, kv, out) = (Dtype::F32, Dtype::F32, Dtype::F32);
     let variants = Variants::base(&AdapterFacts::PLAIN_GPU, &geometry);
-    let config =
-        KernelConfig { geometry, q, kv: kv.into(), new_rows: kv.into(), out, modifiers: Modifiers::NONE, variants };
-    let sources = KernelId::ALL.map(|kernel| kernel.wgsl(&config).expect("the kernel expands"));
+    let config = kernels_of(geometry, (q, kv, out), variants);
+    // An append that converts is another file.
+    let converts = KernelConfig { kv: KvDtype::Int8.into(), ..config };
+    let kernels = [config, converts].into_iter().flat_map(|config| KernelId::ALL.map(|kernel| (kernel, config)));
+    let sources: Vec<String> =
+        kernels.map(|(kernel, config)| kernel.wgsl(&config).expect("the kernel expands")).collect();
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("shaders");
     let mut files = 0;
     for folder in [root.clone(), root.join("lib")] {

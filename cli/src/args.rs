@@ -175,9 +175,10 @@ pub struct PagingFlags {
     #[arg(long, value_name = "SEED", allow_hyphen_values = true)]
     pub shuffle_pages: Option<u64>,
 
-    /// Type in which the pages hold keys and values [default: the file's]
-    #[arg(long, value_name = "TYPE", value_enum)]
-    pub kv_dtype: Option<KvDtype>,
+    /// Type in which the pages hold keys and values [default: the file's]: f32, f16, bf16, int8 (a scale for every token
+    /// and head) or fp8 (e4m3, a scale for every head: its largest magnitude over 448); K/V where they differ: int8/f16
+    #[arg(long, value_name = "TYPE")]
+    pub kv_dtype: Option<paged_attention::KvDtypes>,
 
     /// What comes first inside a page
     #[arg(long, value_name = "ORDER", value_enum, default_value_t)]
@@ -226,33 +227,6 @@ impl From<OutDtype> for paged_attention::Dtype {
         match dtype {
             OutDtype::F32 => Self::F32,
             OutDtype::F16 => Self::F16,
-        }
-    }
-}
-
-/// `--kv-dtype`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum KvDtype {
-    /// 32-bit float
-    F32,
-    /// 16-bit float
-    F16,
-    /// bfloat16
-    Bf16,
-    /// 8-bit integer, with a scale for every token and head
-    Int8,
-    /// 8-bit float (e4m3), with a scale for every head: its largest magnitude over 448
-    Fp8,
-}
-
-impl From<KvDtype> for paged_attention::KvDtype {
-    fn from(dtype: KvDtype) -> Self {
-        match dtype {
-            KvDtype::F32 => Self::F32,
-            KvDtype::F16 => Self::F16,
-            KvDtype::Bf16 => Self::Bf16,
-            KvDtype::Int8 => Self::Int8,
-            KvDtype::Fp8 => Self::Fp8,
         }
     }
 }

@@ -170,7 +170,7 @@ fn run_options(args: &AttendArgs, case: &Case) -> Result<(RunOptions, PageSize),
     let mut options = RunOptions::new(page_size);
     options.page_ids = args.paging.shuffle_pages.map(|seed| pages::shuffled(case, page_size, seed));
     options.order = args.paging.layout.into();
-    options.kv = args.paging.kv_dtype.map(|dtype| paged_attention::KvDtype::from(dtype).into());
+    options.kv = args.paging.kv_dtype;
     options.out_dtype = Dtype::from(args.out_dtype);
     Ok((options, page_size))
 }

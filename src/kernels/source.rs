@@ -28,7 +28,9 @@ const ATTENTION: [&str; 5] = [
 ];
 
 /// What an append that converts shares with others.
-const CONVERSION: [&str; 2] = [ROWS, include_str!("../../shaders/lib/pack.wgsl")];
+const CONVERSION: [&str; 3] = [APPEND, ROWS, include_str!("../../shaders/lib/pack.wgsl")];
+
+const APPEND: &str = include_str!("../../shaders/lib/append.wgsl");
 
 const ROWS: &str = include_str!("../../shaders/lib/rows.wgsl");
 
@@ -65,7 +67,7 @@ impl KernelId {
             Self::Prefill => (&ATTENTION, include_str!("../../shaders/prefill.wgsl")),
             Self::Decode => (&ATTENTION, include_str!("../../shaders/decode.wgsl")),
             Self::Merge => (&ATTENTION, include_str!("../../shaders/merge.wgsl")),
-            Self::Append if config.append_copies() => (&[], include_str!("../../shaders/append.wgsl")),
+            Self::Append if config.append_copies() => (&[APPEND], include_str!("../../shaders/append.wgsl")),
             Self::Append => (&CONVERSION, include_str!("../../shaders/append_converted.wgsl")),
         };
         COMMON.iter().chain(shared).copied().chain([own])

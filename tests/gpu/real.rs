@@ -3,10 +3,10 @@
 use std::path::Path;
 
 use half::f16;
-use paged_attention::Dtype;
+use paged_attention::{Dtype, KvDtype, KvDtypes, KvLayout, PageSize, RunOptions};
 use paged_attention_cases::{CaseSpec, Heads, Pool, Sequence, assemble};
 
-use crate::common::{Tally, gpu, plain_options};
+use crate::common::{Tally, gpu, plain_options, say};
 
 const HEADS: Heads = Heads::new(9, 3, 64);
 const TOKENS: u32 = 600;
@@ -33,6 +33,10 @@ fn load(layer: &str) -> Sequence {
     }
 }
 
+fn spec(name: String) -> CaseSpec {
+    CaseSpec::new(name, HEADS, []).dtype(Dtype::F16).causal(true).scale(0.125).seed(41)
+}
+
 /// The whole prompt, the decode of its last rows and of some before, and a second half over a cached first.
 #[test]
 fn a_language_models_tensors() {
@@ -49,15 +53,56 @@ fn a_language_models_tensors() {
         ];
         for (what, sequences) in batches {
             for paged in [false, true] {
-                let spec = CaseSpec::new(format!("real/{layer}, {what}"), HEADS, [])
-                    .dtype(Dtype::F16)
-                    .causal(true)
-                    .scale(0.125)
-                    .seed(41);
+                let spec = spec(format!("real/{layer}, {what}"));
                 let spec = if paged { spec.paged(Pool::new(16)) } else { spec.contiguous(Pool::new(16)) };
                 let case = assemble(&spec, &sequences).unwrap();
                 // The description holds no lengths from which pages could be counted.
                 tally.check_case(gpu, &spec, &case, &plain_options(16));
+            }
+        }
+    }
+    tally.finish();
+}
+
+/// Bytes of a token's keys and values in pages of 16.
+fn bytes_per_token(kv: KvDtypes) -> u64 {
+    let layout = KvLayout::new(HEADS.geometry().unwrap(), kv, PageSize::new(16).unwrap(), 1).unwrap();
+    layout.page_bytes() / 16
+}
+
+/// In every variant: what 8 bits hold of keys and values, and what that does to the result, is inside the bound of storage;
+/// attention over the stored ones is inside its own.
+#[test]
+fn a_language_models_tensors_in_eight_bits() {
+    let Some(gpu) = gpu() else { return };
+    let f16 = bytes_per_token(KvDtype::F16.into());
+    // 3 heads of 64 elements each for keys and values.
+    assert_eq!(f16, 2 * 3 * 64 * 2);
+    let mut tally = Tally::new("real-stored");
+    for (kv, bytes) in [
+        // A scale of 4 bytes for each row.
+        (KvDtypes::from(KvDtype::Int8), 2 * 3 * (64 + 4)),
+        (KvDtypes::from(KvDtype::Fp8), 2 * 3 * 64),
+        (KvDtypes { k: KvDtype::F16, v: KvDtype::Int8 }, 3 * (64 * 2 + 64 + 4)),
+    ] {
+        let found = bytes_per_token(kv);
+        say(&format!("{kv}: {found} bytes per token, {:.3} of the {f16} in f16", found as f64 / f16 as f64));
+        assert_eq!(found, bytes, "{kv}");
+        for layer in ["layer00", "layer20"] {
+            let whole = load(layer);
+            let decodes = [1, 17, 256, 513, TOKENS].map(|t| whole.chunk(&HEADS, t - 1, t, t)).to_vec();
+            let mut batches = vec![("decodes", decodes)];
+            // What the test waits for is float64, most of it.
+            if kv.k == KvDtype::Int8 {
+                batches.push(("whole", vec![whole]));
+            }
+            for (what, sequences) in batches {
+                let spec = spec(format!("real/{layer}, {what}, {kv}")).contiguous(Pool::new(16));
+                let case = assemble(&spec, &sequences).unwrap();
+                for variants in gpu.every_variant(case.geometry()) {
+                    let options = RunOptions { kv: Some(kv), variants: Some(variants), ..plain_options(16) };
+                    tally.check_case(gpu, format!("{spec}, {variants}"), &case, &options);
+                }
             }
         }
     }

@@ -265,6 +265,46 @@ fn pages_of_another_type() {
     assert_eq!(result("case"), result("halves"));
 }
 
+/// Real tensors, and keys with a channel far out: both judgements are inside their bounds, and the memory is said.
+#[test]
+fn pages_of_eight_bits() {
+    if skipped() {
+        return;
+    }
+    let (folder, _) = folder_with(&fixture());
+    let keys = (0..10 * 2 * 8).map(|i| (i as f32).sin() * if i % 8 == 3 { 40.0 } else { 1.0 });
+    let outliers = File::contiguous().raw("k", "F32", &[10, 2, 8], keys.flat_map(f32::to_le_bytes).collect());
+    std::fs::write(folder.path().join("outliers.safetensors"), outliers.bytes()).unwrap();
+    // Rows of 64 elements, 3 KV heads; rows of 8 elements, 2 KV heads, each in 16 bytes. int8 adds a scale to each row.
+    for (case, flag, bytes, f16) in [
+        ("case", "int8", 2 * 3 * (64 + 4), 768),
+        ("case", "fp8", 2 * 3 * 64, 768),
+        ("case", "int8/f16", 3 * (64 + 4 + 128), 768),
+        ("outliers", "int8", 2 * 2 * (16 + 4), 64),
+        ("outliers", "bf16/int8", 2 * (16 + 16 + 4), 64),
+    ] {
+        let file = format!("{case}.safetensors");
+        let args = ["attend", &file, "--causal", "--kv-dtype", flag, "--layout", "slot"];
+        let json = run(folder.path(), &[&args[..], &["--json"]].concat());
+        assert_eq!(json.code, Some(0), "{json:?}");
+        let report = json.json();
+        assert_eq!(report["shape"]["kv_dtype"], flag);
+        assert_eq!(report["shape"]["kv_bytes_per_token"], f64::from(bytes));
+        assert_eq!(report["shape"]["kv_bytes_per_token_f16"], f64::from(f16));
+        let ratio = |value: &Value| value.as_f64().unwrap();
+        assert!((0.0..=1.0).contains(&ratio(&report["max_bound_ratio"])), "{report}");
+        for part in ["k", "v", "out", "lse"] {
+            let ratio = ratio(&report["storage"][format!("max_bound_ratio_{part}")]);
+            assert!((0.0..=1.0).contains(&ratio), "{part}: {report}");
+        }
+        assert!(ratio(&report["storage"]["max_abs_error"]) > ratio(&report["max_abs_error"]), "{report}");
+        let table = run(folder.path(), &args);
+        assert_eq!(table.code, Some(0), "{table:?}");
+        let memory = format!("{bytes} bytes per token in the pages; {f16} in f16");
+        assert!(table.stdout.contains(&memory) && table.stdout.contains("storage"), "{table:?}");
+    }
+}
+
 #[test]
 fn half_precision_output() {
     if skipped() {

@@ -3,14 +3,15 @@
 use paged_attention::kernels::{KernelId, SourceEdit};
 use paged_attention::{
     Append, AppendError, AppendPlan, AppendSource, AttentionConfig, AttentionOptions, Batch, BatchError, BindError,
-    Dtype, Extras, Kernels, KvLayout, PageSize, RowOrder, Status, Workspace,
+    Dtype, Extras, Kernels, KvLayout, NewRows, PageSize, Pairing, PoolView, Rotary, Rotation, RowOrder, Status, Tensor,
+    Workspace, reference,
 };
 use paged_attention_cases::Heads;
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};
 
-use super::host::{Guarded, Host, host};
+use super::host::{Guarded, Host, host, padded_rows};
 use crate::common::CONFIGS;
 
 /// A pool on the device and what must lie in it.
@@ -110,19 +111,13 @@ impl<'h> Pool<'h> {
 
 fn any_kernels(host: &Host) -> Kernels {
     let (dtype, heads) = CONFIGS[0];
-    let geometry = heads.geometry().unwrap();
-    let layout = KvLayout::new(geometry, dtype, PageSize::new(1).unwrap(), 1).unwrap();
-    let options = AttentionOptions::new(&geometry);
-    host.attention(&AttentionConfig {
-        q: dtype,
-        out: dtype,
-        layout,
-        new_rows: dtype.into(),
-        options,
-        extras: Extras::NONE,
-    })
-    .kernels()
-    .clone()
+    kernels(host, layout(dtype, heads, 1, 1), dtype.into())
+}
+
+fn kernels(host: &Host, layout: KvLayout, new_rows: NewRows) -> Kernels {
+    let (q, out, options) = (Dtype::F32, Dtype::F32, AttentionOptions::new(layout.geometry()));
+    let config = AttentionConfig { q, out, layout, new_rows, options, extras: Extras::NONE };
+    host.attention(&config).kernels().clone()
 }
 
 /// Every type, dimensions with and without padding, keys and values alike and not.
@@ -218,6 +213,57 @@ fn one_token_at_a_time_up_to_the_last_slot() {
     assert_eq!(error, BindError::TooSmall { buffer: "v", found: 16, needed: 256 });
     host.submit(|_| {});
     pool.check("after refusals");
+}
+
+/// Keys are turned by the positions that the caller gives, whatever their places in the sequences are (or by their places,
+/// where none are given); values stay as they are.
+#[test]
+fn keys_are_rotated_by_their_positions() {
+    let Some(host) = host() else { return };
+    let (dim, v_dim) = (22, 5);
+    let layout = layout(Dtype::F32, Heads::new(2, 2, dim).with_v(v_dim), 4, 5);
+    let batch = Batch { q_indptr: &[0, 4, 6], page_indptr: &[0, 2, 3], page_ids: &[4, 1, 0], kv_len: &[6, 3] };
+    let places = [(4, 2), (4, 3), (1, 0), (1, 1), (0, 1), (0, 2)];
+    let mut rng = StdRng::seed_from_u64(5);
+    let mut rows = |dim: u32| -> Vec<f32> { (0..6 * 2 * dim).map(|_| rng.random_range(-1.0..1.0)).collect() };
+    let (keys, values) = (rows(dim), rows(v_dim));
+    let padded = |rows: &[f32], dim: u32| {
+        let rows = Tensor::from_f32(Dtype::F32, &[rows.len()], rows).unwrap();
+        Guarded::new(host, &padded_rows(&rows, dim))
+    };
+    for (pairing, given) in [Pairing::Interleaved, Pairing::HalfSplit]
+        .into_iter()
+        .flat_map(|pairing| [None, Some([7, 0, 9, 9, 100_000, 3])].map(|given| (pairing, given)))
+    {
+        // Part of the row, a base, and scaling.
+        let rotary = Rotary::new(pairing, 12, 1e5).unwrap().from_element(3).with_linear_scaling(2.0).unwrap();
+        let positions = given.unwrap_or([2, 3, 4, 5, 1, 2]);
+        let rotation = Rotation { rotary: &rotary, positions: given.as_ref().map(|given| &given[..]) };
+        let plan = AppendPlan::converting(&layout, &batch, Dtype::F32, Some(rotation)).unwrap();
+        let (k, v) = (padded(&keys, dim), padded(&values, v_dim));
+        let (kv, workspace) = (Guarded::unwritten(host, layout.bytes()), Workspace::new(&host.device, 0).unwrap());
+        let source = AppendSource { k: k.binding(), v: v.binding(), kv: kv.binding(), head_scales: None };
+        let append = Append::upload(&host.device, &plan).unwrap();
+        let kernels = kernels(host, layout, *plan.new_rows());
+        let call = append.bind(&host.device, &kernels, source, &workspace).unwrap();
+        host.submit(|pass| call.encode(pass));
+        host.status(&workspace).check(call.workgroups()).unwrap();
+        let bytes = kv.read(host, "pool");
+        let view = PoolView::new(&layout, &bytes, &[]);
+        for (token, ((page, slot), position)) in places.into_iter().zip(positions).enumerate() {
+            for head in 0..2 {
+                let of = |rows: &[f32], dim: u32| rows[(2 * token + head) * dim as usize..][..dim as usize].to_vec();
+                let what = format!("{rotary:?}, token {token} at {position}, head {head}");
+                assert_eq!(view.value(page, head as u32, slot), Some(of(&values, v_dim)), "{what}");
+                let mut expected = of(&keys, dim);
+                reference::storage::rotate(&rotary, position, &mut expected);
+                let found = view.key(page, head as u32, slot).unwrap();
+                // Rotated elements are below 2 in magnitude; a position off by one turns the first pair by half a radian.
+                let off = found.iter().zip(&expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+                assert!(off < 1e-6, "{what}: {found:?}, {expected:?} is needed");
+            }
+        }
+    }
 }
 
 /// Rows in the wrong place, rows too many or too few: one byte is enough to show it.

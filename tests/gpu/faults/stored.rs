@@ -1,6 +1,7 @@
 //! Faults of stored keys and values: scales left out, mixed up or at the wrong place, codes misread, rotations gone wrong.
 
 use paged_attention::{AttentionOptions, KvDtype, KvDtypes, Pairing, Rotary};
+use paged_attention_cases::{assemble, generate};
 
 use super::*;
 
@@ -17,9 +18,19 @@ fn spec(name: &str) -> CaseSpec {
 /// The real kernels pass; those with `edits` do not, in any variant.
 fn noticed_stored(gpu: &Gpu, fault: &str, kv: KvDtypes, rotary: Option<&Rotary>, edits: &[SourceEdit]) {
     let spec = spec(fault);
-    let case = build(&spec).unwrap();
+    noticed_in(gpu, fault, (&spec, &build(&spec).unwrap()), kv, rotary, edits);
+}
+
+fn noticed_in(
+    gpu: &Gpu,
+    fault: &str,
+    of: (&CaseSpec, &Case),
+    kv: KvDtypes,
+    rotary: Option<&Rotary>,
+    edits: &[SourceEdit],
+) {
     let options = |options| RunOptions { kv: Some(kv), rotary: rotary.cloned(), ..options };
-    noticed_with(gpu, fault, (&spec, &case), options, |_| edits.to_vec(), judged);
+    noticed_with(gpu, fault, of, options, |_| edits.to_vec(), judged);
 }
 
 /// The same edit in both kernels that read keys and values.
@@ -120,12 +131,19 @@ fn scales_of_heads() {
         ("values with the key's", readers("return head_scales(kv_head).y;", "return head_scales(kv_head).x;")),
         ("one for all heads", readers("return heads[kv_head];", "return heads[0];")),
         ("bias of 8", readers("vec4<u32>(0x3c000000u)", "vec4<u32>(0x3b800000u)")),
-        ("small numbers are lost", readers("vec4<f32>(magnitude) * 0.001953125", "vec4<f32>(magnitude) * 0.0")),
         ("no sign", readers("bits | (bytes & vec4<u32>(0x80000000u))", "bits")),
         ("6 bits", readers("& vec4<u32>(0x7fu)", "& vec4<u32>(0x3fu)")),
     ] {
         noticed_stored(gpu, fault, FP8, None, &edits);
     }
+    // One value so large that the others of its head are among the smallest numbers.
+    let fault = "small numbers are lost";
+    let spec = spec(fault);
+    let mut sequences = generate(&spec).unwrap();
+    sequences.iter_mut().for_each(|sequence| sequence.v[0] = 4e4);
+    let case = assemble(&spec, &sequences).unwrap();
+    let edits = readers("vec4<f32>(magnitude) * 0.001953125", "vec4<f32>(magnitude) * 0.0");
+    noticed_in(gpu, fault, (&spec, &case), FP8, None, &edits);
 }
 
 #[test]
