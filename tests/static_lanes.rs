@@ -161,11 +161,13 @@ fn stored() -> Vec<Variant> {
     }
     for (geometry, first) in [(plain, 0), (ragged, 3), (latent, 512)] {
         let variants = Variants::base(&AdapterFacts::PLAIN_GPU, &geometry);
-        for (k, v) in KvDtype::ALL.iter().flat_map(|k| KvDtype::ALL.map(|v| (*k, v))) {
+        let pairs = KvDtype::ALL.iter().flat_map(|k| KvDtype::ALL.map(|v| (*k, v)));
+        for (k, v) in pairs.filter(|(k, v)| k == v || !geometry.is_latent()) {
             for dtype in STORED {
                 let rotary = [Pairing::Interleaved, Pairing::HalfSplit]
                     .map(|pairing| Some(RotaryShape { pairing, first, dims: 18 }));
-                for rotary in [None].into_iter().chain(rotary) {
+                // Rotations, which are of keys, with every type of them.
+                for rotary in [None].into_iter().chain(rotary.into_iter().filter(|_| k == v)) {
                     let (kv, new_rows) = (of(k, v), NewRows { dtype, rotary });
                     let config = KernelConfig { kv, new_rows, ..kernels_of(geometry, types, variants) };
                     all.push(Variant::new(KernelId::Append, config));
