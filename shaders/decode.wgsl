@@ -27,12 +27,12 @@ var<workgroup> q_tile: array<Chunk, DECODE_ROWS * QK_CHUNKS>;
 var<workgroup> scores: array<f32, SCORES>;
 // Where the rows of the split's keys start: x of the key, y of the value.
 var<workgroup> rows_of: array<vec2<u32>, SPLIT_KEYS>;
-// Not 0 where one of the split's pages does not exist.
-var<workgroup> page_missing: atomic<u32>;
 //if SCALED
 // Their scales, alike.
 var<workgroup> scales_of: array<vec2<f32>, SPLIT_KEYS>;
 //end
+// Not 0 where one of the split's pages does not exist.
+var<workgroup> page_missing: atomic<u32>;
 // Per row, PARTS partial maxima and PARTS partial sums.
 var<workgroup> part_max: array<f32, DECODE_LANES>;
 var<workgroup> part_sum: array<f32, DECODE_LANES>;

@@ -33,7 +33,6 @@ fn key_scale(page: u32, kv_head: u32, slot: u32) -> f32 {
     return head_scales(kv_head).x;
     //end
 }
-
 //end
 
 //if V_SCALED

@@ -83,7 +83,7 @@ fn scales_of_rows() {
                 "        sum_0 += p_0_0;\n        p_0_0 *= v_scale_0;",
                 "        p_0_0 *= v_scale_0;\n        sum_0 += p_0_0;",
             ),
-            edit(KernelId::Decode, "sum += p;", "sum += p * value_scales[key];"),
+            edit(KernelId::Decode, "sum += p;", "sum += p * scales_of[key].y;"),
         ],
     );
 }
