@@ -109,6 +109,7 @@ fn neutral_and_legal_inputs() {
             &["--window-left", "3", "--window-right=0", "--softcap", "5e1", "--kv-dtype", "bf16"],
         ),
         ("contiguous keys of another type", flat().bytes(), &["--kv-dtype", "f16"]),
+        ("pages of 8 bits in the other order", paged().bytes(), &["--kv-dtype", "int8/fp8", "--layout", "slot"]),
         // Nobody owns page 4.
         (
             "past f16 where nobody owns it",
@@ -183,12 +184,12 @@ fn small_files_take_little_memory() {
 }
 
 #[test]
-fn help_does_not_offer_what_is_refused() {
+fn help_offers_every_type_and_order_of_the_pages() {
     let folder = tempfile::tempdir().unwrap();
     for flag in ["-h", "--help"] {
         let run = without_adapter(folder.path(), &["attend", flag]);
-        for value in ["int8", "fp8", "values: slot", "- slot"] {
-            assert!(!run.stdout.contains(value), "{value}: {run:?}");
+        for value in ["f32, f16, bf16, int8", "fp8", "int8/f16", "slot", "head"] {
+            assert!(run.stdout.contains(value), "{value}: {run:?}");
         }
     }
 }
