@@ -193,7 +193,8 @@ fn sorted<V>(timings: Vec<Timing<V>>) -> Vec<Timing<V>> {
 /// let geometry = HeadGeometry::new(9, 3, 64)?;
 /// let variants = Variants::base(&AdapterFacts::PLAIN_GPU, &geometry); // not looked at
 /// let (q, kv, out, modifiers) = (Dtype::F32, Dtype::F16, Dtype::F32, Modifiers::NONE);
-/// let config = KernelConfig { geometry, q, kv, out, modifiers, variants };
+/// let (kv, new_rows) = (kv.into(), kv.into());
+/// let config = KernelConfig { geometry, q, kv, new_rows, out, modifiers, variants };
 /// let mut tuning = Tuning::new(runner.adapter_info());
 /// tuning.insert(runner.tune(&config, TUNE_BUDGET)?.entry);
 /// std::fs::write("table.txt", tuning.to_string())?;
