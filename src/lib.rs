@@ -53,10 +53,11 @@ pub use chains::Chains;
 pub use geometry::{Dtype, GeometryError, HEAD_DIM_MAX, HeadGeometry, PageSize, ROW_ALIGN, V_HEAD_DIM_MAX, padded_dim};
 pub use kernels::{BuildError, KernelConfig, Kernels, Modifiers};
 pub use kv::{
-    Append, AppendCall, AppendError, AppendPlan, AppendSource, BlockPool, BlockTable, FP8_MAX, HEAD_SCALE_MAX,
-    HEAD_SCALE_MIN, INT8_MAX, InvariantError, KvDtype, KvDtypeError, KvDtypes, KvLayout, LayoutError, Namespace,
-    NewRows, PageCopy, PageCounts, Pairing, PoolConfig, PoolError, PoolView, PrefixStats, Refused, Rotary, RotaryError,
-    RotaryShape, Rotation, RowLayout, RowOrder, SwappedTable, TokenChain, fp8_to_f32,
+    Append, AppendCall, AppendError, AppendPlan, AppendSource, BlockPool, BlockTable, CopyError, FP8_MAX,
+    HEAD_SCALE_MAX, HEAD_SCALE_MIN, INT8_MAX, InvariantError, KvDtype, KvDtypeError, KvDtypes, KvLayout, KvStore,
+    LayoutError, Namespace, NewRows, PageCopies, PageCopy, PageCounts, Pairing, PoolConfig, PoolError, PoolView,
+    PrefixStats, Refused, Rotary, RotaryError, RotaryShape, Rotation, RowLayout, RowOrder, StoreError, SwappedTable,
+    ToHost, TokenChain, fp8_to_f32,
 };
 pub use plan::{DevicePlan, Plan, PlanError, UploadError};
 pub use runner::{

@@ -15,7 +15,9 @@ use std::{fs, thread};
 
 use naga::back;
 use naga::valid::{Capabilities, ModuleInfo, ValidationFlags, Validator};
-use paged_attention::kernels::{AdapterFacts, Alternatives, KernelId, SUBGROUP_SIZES, Variants};
+use paged_attention::kernels::{
+    AdapterFacts, Alternatives, KernelId, LANES, SUBGROUP_SIZES, Variants, copy_pages_wgsl,
+};
 use paged_attention::{Dtype, HeadGeometry, KernelConfig, KvDtype, KvDtypes, Modifiers, NewRows, Pairing, RotaryShape};
 
 /// `(head_dim, v_head_dim)`: the smallest, the largest, odd ones, and those of well-known models.
@@ -25,10 +27,16 @@ const GROUPS: [u32; 6] = [1, 3, 4, 8, 9, 16];
 const STORED: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::Bf16];
 const OUT: [Dtype; 2] = [Dtype::F32, Dtype::F16];
 
+/// A kernel, and what the host counts on.
 struct Variant {
-    kernel: KernelId,
-    config: KernelConfig,
+    /// `None` for the kernel that depends on no configuration.
+    kernel: Option<(KernelId, KernelConfig)>,
+    entry_point: &'static str,
     name: String,
+    subgroup: u32,
+    workgroup_bytes: u32,
+    storage_buffers: u32,
+    lanes: u32,
 }
 
 impl Variant {
@@ -58,11 +66,28 @@ impl Variant {
             geometry.head_dim(),
             geometry.v_head_dim()
         );
-        Self { kernel, config, name }
+        Self {
+            kernel: Some((kernel, config)),
+            entry_point: kernel.entry_point(),
+            name,
+            subgroup: kernel.subgroup(&config),
+            workgroup_bytes: kernel.workgroup_bytes(&config),
+            storage_buffers: kernel.storage_buffers(&config),
+            lanes: kernel.lanes(&config),
+        }
+    }
+
+    /// The kernel that copies pages.
+    fn copy_pages() -> Self {
+        let (entry_point, name) = ("copy_pages", "copy_pages-g1-any-q_f32".to_owned());
+        Self { kernel: None, entry_point, name, subgroup: 0, workgroup_bytes: 0, storage_buffers: 3, lanes: LANES }
     }
 
     fn wgsl(&self) -> Result<String, String> {
-        self.kernel.wgsl(&self.config).map_err(|error| error.to_string())
+        match &self.kernel {
+            Some((kernel, config)) => kernel.wgsl(config).map_err(|error| error.to_string()),
+            None => Ok(copy_pages_wgsl()),
+        }
     }
 }
 
@@ -102,6 +127,7 @@ fn variants() -> Vec<Variant> {
     all.extend(alternatives());
     all.extend(modified());
     all.extend(stored());
+    all.push(Variant::copy_pages());
     all
 }
 
@@ -315,7 +341,7 @@ fn every_variant_translates_for_every_backend() {
     let validate_spirv = spirv_val_is_there();
     check_all(|variant| {
         let source = variant.wgsl()?;
-        let subgroups = variant.kernel.subgroup(&variant.config) > 0;
+        let subgroups = variant.subgroup > 0;
         // Browsers want the directive; naga does not know it.
         let text = if subgroups { format!("enable subgroups;\n{source}") } else { source.clone() };
         fs::write(folder.join(format!("{}.wgsl", variant.name)), text).map_err(|error| error.to_string())?;
@@ -342,7 +368,7 @@ fn every_variant_translates_for_every_backend() {
             return Ok(());
         }
         hlsl(&module, &info, back::hlsl::ShaderModel::V5_1)?;
-        glsl(&module, &info, variant.kernel.entry_point())
+        glsl(&module, &info, variant.entry_point)
     });
 }
 
@@ -376,15 +402,17 @@ fn declared_resources_are_those_the_host_checks() {
                 let _ = write!(wrong, "{what}: {found} declared, {needed} on the host, at most {limit}; ");
             }
         };
-        let host_bytes = variant.kernel.workgroup_bytes(&variant.config);
-        expect("workgroup bytes", workgroup_bytes, host_bytes, limits.max_compute_workgroup_storage_size);
-        let host_buffers = variant.kernel.storage_buffers(&variant.config);
-        expect("storage buffers", storage_buffers, host_buffers, limits.max_storage_buffers_per_shader_stage);
+        expect("workgroup bytes", workgroup_bytes, variant.workgroup_bytes, limits.max_compute_workgroup_storage_size);
+        expect(
+            "storage buffers",
+            storage_buffers,
+            variant.storage_buffers,
+            limits.max_storage_buffers_per_shader_stage,
+        );
         expect("uniform buffers", uniform_buffers, 1, limits.max_uniform_buffers_per_shader_stage);
         let invocations = entry_point.workgroup_size.iter().product();
-        let host_invocations = variant.kernel.lanes(&variant.config);
-        expect("invocations", invocations, host_invocations, limits.max_compute_invocations_per_workgroup);
-        if entry_point.name != variant.kernel.entry_point() {
+        expect("invocations", invocations, variant.lanes, limits.max_compute_invocations_per_workgroup);
+        if entry_point.name != variant.entry_point {
             let _ = write!(wrong, "entry point `{}`", entry_point.name);
         }
         if wrong.is_empty() { Ok(()) } else { Err(wrong) }
@@ -401,8 +429,8 @@ fn every_shader_file_is_part_of_a_kernel_and_begins_with_its_purpose() {
     // An append that converts is another file.
     let converts = KernelConfig { kv: KvDtype::Int8.into(), ..config };
     let kernels = [config, converts].into_iter().flat_map(|config| KernelId::ALL.map(|kernel| (kernel, config)));
-    let sources: Vec<String> =
-        kernels.map(|(kernel, config)| kernel.wgsl(&config).expect("the kernel expands")).collect();
+    let sources = kernels.map(|(kernel, config)| kernel.wgsl(&config).expect("the kernel expands"));
+    let sources: Vec<String> = sources.chain([copy_pages_wgsl()]).collect();
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("shaders");
     let mut files = 0;
     for folder in [root.clone(), root.join("lib")] {

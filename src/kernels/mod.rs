@@ -1,6 +1,7 @@
 //! Shader sources, their sizes against the device's limits, and compiled pipelines.
 
 mod alternatives;
+mod copy;
 mod grid;
 pub(crate) mod names;
 #[cfg(test)]
@@ -20,6 +21,8 @@ use crate::case::AttentionOptions;
 use crate::geometry::{Dtype, HeadGeometry};
 use crate::kv::{KvDtypes, NewRows, RotaryError};
 pub use alternatives::Alternatives;
+pub(crate) use copy::CopyKernel;
+pub use copy::copy_pages_wgsl;
 pub(crate) use grid::fold_grid;
 pub use names::NameError;
 pub use source::KernelId;
@@ -263,7 +266,7 @@ impl Layouts {
         }
     }
 
-    fn of(&self, kernel: KernelId) -> &wgpu::BindGroupLayout {
+    pub(crate) fn of(&self, kernel: KernelId) -> &wgpu::BindGroupLayout {
         match kernel {
             KernelId::Prefill | KernelId::Decode | KernelId::Merge => &self.attention,
             KernelId::Append => &self.append,
@@ -289,7 +292,7 @@ impl Kernels {
         edits: &[SourceEdit],
     ) -> Result<Self, BuildError> {
         let make = async |kernel: KernelId, layouts: &Layouts| {
-            pipeline(device, kernel, edited(kernel, config, edits)?, layouts).await
+            pipeline(device, kernel.entry_point(), edited(kernel, config, edits)?, layouts.of(kernel)).await
         };
         Self::assemble(device, config, make).await
     }
@@ -349,38 +352,39 @@ fn check(device: &wgpu::Device, config: &KernelConfig) -> Result<(), BuildError>
         if subgroup > 0 && !device.features().contains(wgpu::Features::SUBGROUP) {
             return Err(BuildError::Subgroups { kernel: kernel.entry_point(), subgroup });
         }
-        check_limits(&device.limits(), kernel, config)?;
+        let need = Need {
+            workgroup_bytes: kernel.workgroup_bytes(config),
+            lanes: kernel.lanes(config),
+            storage_buffers: kernel.storage_buffers(config),
+        };
+        need.check(&device.limits(), kernel.entry_point())?;
     }
     Ok(())
 }
 
-/// Checks a kernel's needs against a device's limits; wgpu checks neither workgroup memory nor, for constants
-/// that are set late, the workgroup's size.
-fn check_limits(limits: &wgpu::Limits, kernel: KernelId, config: &KernelConfig) -> Result<(), BuildError> {
-    for (limit, found, needed) in [
-        (
-            "max_compute_workgroup_storage_size",
-            limits.max_compute_workgroup_storage_size,
-            kernel.workgroup_bytes(config),
-        ),
-        ("max_compute_invocations_per_workgroup", limits.max_compute_invocations_per_workgroup, kernel.lanes(config)),
-        ("max_compute_workgroup_size_x", limits.max_compute_workgroup_size_x, kernel.lanes(config)),
-        (
-            "max_storage_buffers_per_shader_stage",
-            limits.max_storage_buffers_per_shader_stage,
-            kernel.storage_buffers(config),
-        ),
-    ] {
-        if found < needed {
-            return Err(BuildError::Limit {
-                kernel: kernel.entry_point(),
-                limit,
-                found: found.into(),
-                needed: needed.into(),
-            });
+/// What a kernel needs of a device.
+struct Need {
+    workgroup_bytes: u32,
+    lanes: u32,
+    storage_buffers: u32,
+}
+
+impl Need {
+    /// Checks the needs against a device's limits; wgpu checks neither workgroup memory nor, for constants that are set
+    /// late, the workgroup's size.
+    fn check(&self, limits: &wgpu::Limits, kernel: &'static str) -> Result<(), BuildError> {
+        for (limit, found, needed) in [
+            ("max_compute_workgroup_storage_size", limits.max_compute_workgroup_storage_size, self.workgroup_bytes),
+            ("max_compute_invocations_per_workgroup", limits.max_compute_invocations_per_workgroup, self.lanes),
+            ("max_compute_workgroup_size_x", limits.max_compute_workgroup_size_x, self.lanes),
+            ("max_storage_buffers_per_shader_stage", limits.max_storage_buffers_per_shader_stage, self.storage_buffers),
+        ] {
+            if found < needed {
+                return Err(BuildError::Limit { kernel, limit, found: found.into(), needed: needed.into() });
+            }
         }
+        Ok(())
     }
-    Ok(())
 }
 
 #[derive(Clone, Copy)]
@@ -423,14 +427,13 @@ fn edited(kernel: KernelId, config: &KernelConfig, edits: &[SourceEdit]) -> Resu
     Ok(wgsl)
 }
 
-/// Compiles one kernel.
+/// Compiles the kernel with the entry point `name`.
 pub(crate) async fn pipeline(
     device: &wgpu::Device,
-    kernel: KernelId,
+    name: &'static str,
     wgsl: String,
-    layouts: &Layouts,
+    layout: &wgpu::BindGroupLayout,
 ) -> Result<wgpu::ComputePipeline, BuildError> {
-    let name = kernel.entry_point();
     // Scopes are of this thread, so they are popped before anything is awaited.
     let validation = device.push_error_scope(wgpu::ErrorFilter::Validation);
     let internal = device.push_error_scope(wgpu::ErrorFilter::Internal);
@@ -440,7 +443,7 @@ pub(crate) async fn pipeline(
     });
     let pipeline_layout = device.create_pipeline_layout(&wgpu::PipelineLayoutDescriptor {
         label: Some(name),
-        bind_group_layouts: &[Some(layouts.of(kernel))],
+        bind_group_layouts: &[Some(layout)],
         immediate_size: 0,
     });
     let pipeline = device.create_compute_pipeline(&wgpu::ComputePipelineDescriptor {

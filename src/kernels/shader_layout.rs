@@ -3,9 +3,9 @@
 
 use std::mem::{offset_of, size_of};
 
-use super::{AdapterFacts, KernelConfig, KernelId, Modifiers, Variants};
+use super::{AdapterFacts, KernelConfig, KernelId, Modifiers, Variants, copy_pages_wgsl};
 use crate::geometry::{Dtype, HeadGeometry};
-use crate::kv::{AppendParams, RowLayout};
+use crate::kv::{AppendParams, CopyParams, RowLayout};
 use crate::plan::{PARAMS_BYTES, Params};
 
 /// Name, offset in bytes and size in bytes of each member, and the size of the whole.
@@ -29,7 +29,11 @@ fn shader_layout(kernel: KernelId, name: &str) -> Layout {
     let source = kernel
         .wgsl(&KernelConfig { geometry, q, kv, new_rows, out, modifiers: Modifiers::NONE, variants })
         .expect("the kernel expands");
-    let module = naga::front::wgsl::parse_str(&source).expect("the kernel parses");
+    layout_in(&source, name)
+}
+
+fn layout_in(source: &str, name: &str) -> Layout {
+    let module = naga::front::wgsl::parse_str(source).expect("the kernel parses");
     let mut layouter = naga::proc::Layouter::default();
     layouter.update(module.to_ctx()).expect("the types have layouts");
     let (_, found) = module.types.iter().find(|(_, found)| found.name.as_deref() == Some(name)).expect("the struct");
@@ -98,4 +102,11 @@ fn append_parameters_agree() {
     let (shader, span) = shader_layout(KernelId::Append, "AppendParams");
     assert_eq!(shader, host);
     assert!(span <= size && u64::from(size) <= PARAMS_BYTES, "{span} bytes in the shader, {size} on the host");
+}
+
+#[test]
+fn copy_parameters_agree() {
+    let host = host_layout!(CopyParams { page_vectors, page_count, page_groups, groups });
+    assert_eq!(layout_in(&copy_pages_wgsl(), "CopyParams"), host);
+    assert!(u64::from(host.1) <= PARAMS_BYTES, "{} bytes of parameters", host.1);
 }

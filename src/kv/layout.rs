@@ -221,7 +221,12 @@ impl KvLayout {
 
     /// Bytes of a page.
     pub fn page_bytes(&self) -> u64 {
-        u64::from(self.k_rows.page_stride) * u64::from(VECTOR_BYTES)
+        u64::from(self.page_vectors()) * u64::from(VECTOR_BYTES)
+    }
+
+    /// Vectors of 16 bytes of a page.
+    pub(super) fn page_vectors(&self) -> u32 {
+        self.k_rows.page_stride
     }
 
     /// Bytes of the pool.
@@ -239,17 +244,22 @@ impl KvLayout {
     /// # Errors
     /// [`LayoutError::Binding`] if the device cannot bind so much at once.
     pub fn create_buffer(&self, device: &wgpu::Device) -> Result<wgpu::Buffer, LayoutError> {
-        let limits = device.limits();
-        let found = limits.max_storage_buffer_binding_size.min(limits.max_buffer_size);
-        if self.bytes > found {
-            return Err(LayoutError::Binding { needed: self.bytes, found });
-        }
+        self.check_binding(&device.limits())?;
         Ok(device.create_buffer(&wgpu::BufferDescriptor {
             label: Some("kv pages"),
             size: self.bytes.max(VECTOR_BYTES.into()),
             usage: wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_DST | wgpu::BufferUsages::COPY_SRC,
             mapped_at_creation: false,
         }))
+    }
+
+    /// Refuses a pool that a device with these limits cannot bind at once.
+    pub(super) fn check_binding(&self, limits: &wgpu::Limits) -> Result<(), LayoutError> {
+        let found = limits.max_storage_buffer_binding_size.min(limits.max_buffer_size);
+        if self.bytes > found {
+            return Err(LayoutError::Binding { needed: self.bytes, found });
+        }
+        Ok(())
     }
 }
 

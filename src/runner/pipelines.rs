@@ -100,7 +100,8 @@ impl Runner {
                         return Ok(pipeline.clone());
                     }
                     let started = Instant::now();
-                    let pipeline = kernels::pipeline(device, kernel, wgsl.clone(), layouts).await?;
+                    let pipeline =
+                        kernels::pipeline(device, kernel.entry_point(), wgsl.clone(), layouts.of(kernel)).await?;
                     *compile.of(kernel) = started.elapsed().as_secs_f64() * 1e3;
                     fresh.push((kernel, Some(wgsl)));
                     Ok::<_, RunError>(pipeline)
