@@ -1,5 +1,5 @@
 //! A prompt and then single tokens, on the program's own device: sequences get pages from a pool, new keys and values are
-//! appended to them, attention runs over all, and a second sequence joins on the way.
+//! appended to them, and attention runs over all. A second sequence joins on the way, and later a fork of the first.
 //!
 //! ```sh
 //! cargo run --release --example decode_steps
@@ -10,8 +10,8 @@ use rand::{RngExt, SeedableRng};
 
 use paged_attention::{
     Append, AppendPlan, AppendSource, Attention, AttentionConfig, AttentionIo, AttentionOptions, BatchBuilder,
-    BlockPool, BlockTable, DevicePlan, Dtype, Extras, HeadGeometry, KvLayout, PageSize, PoolConfig, STATUS_BYTES,
-    Status, Workspace, adapter, wgpu,
+    BlockPool, BlockTable, DevicePlan, Dtype, Extras, HeadGeometry, KvLayout, KvStore, PageSize, PoolConfig,
+    STATUS_BYTES, Status, Workspace, adapter, wgpu,
 };
 
 #[expect(clippy::print_stdout, clippy::indexing_slicing, reason = "a program that shows what it did")]
@@ -35,14 +35,17 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         extras: Extras::NONE,
     };
     let attention = pollster::block_on(Attention::new(&device, &info, &config))?;
-    let pages = layout.create_buffer(&device)?;
-
+    // One layer, and no room on the host.
+    let mut store = pollster::block_on(KvStore::new(&device, &layout, 1, 0))?;
     let mut pool = BlockPool::new(&PoolConfig { page_size, page_count: layout.page_count(), host_slot_count: 0 })?;
     let mut sequences: Vec<BlockTable> = Vec::new();
     let mut builder = BatchBuilder::default();
-    // Nothing is shared here, so no page has to be copied.
     let mut copies = Vec::new();
     for step in 0..6_u32 {
+        if step == 4 {
+            // It shares all pages. Whoever appends first gets a copy of the last one, which is partly filled.
+            sequences.push(pool.fork(&sequences[0])?);
+        }
         // Which sequences get how many new tokens: a prompt of 40, a prompt of 7 at step 2, single tokens otherwise.
         let joins = [(0, 40), (2, 7)].into_iter().find(|(at, _)| *at == step).map(|(_, tokens)| tokens);
         let mut new: Vec<u32> = vec![1; sequences.len()];
@@ -69,17 +72,19 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let plan = attention.plan(&batch)?;
         let workspace = Workspace::new(&device, plan.workspace_bytes())?;
         let plan = DevicePlan::upload(&device, &plan)?;
+        let page_copies = store.copies(&device, &copies, &workspace)?;
+        copies.clear();
         let append = Append::upload(&device, &AppendPlan::new(&layout, &batch)?)?;
         let source = AppendSource {
             k: k.as_entire_buffer_binding(),
             v: v.as_entire_buffer_binding(),
-            kv: pages.as_entire_buffer_binding(),
+            kv: store.pages(0)?,
             head_scales: None,
         };
         let append = append.bind(&device, attention.kernels(), source, &workspace)?;
         let io = AttentionIo {
             q: q.as_entire_buffer_binding(),
-            kv: pages.as_entire_buffer_binding(),
+            kv: store.pages(0)?,
             out: out.as_entire_buffer_binding(),
             lse: lse.as_entire_buffer_binding(),
             heads: None,
@@ -87,7 +92,11 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         };
         let call = attention.bind(&device, &plan, io, &workspace)?;
 
+        let workgroups =
+            [page_copies.workgroups(), append.workgroups(), call.workgroups()].into_iter().fold(0, u32::wrapping_add);
         let mut encoder = device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
+        // Before anything is appended. No page goes to the host here.
+        page_copies.encode(&mut encoder);
         {
             let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
             append.encode(&mut pass);
@@ -101,7 +110,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 
         let words = read(&device, &readback)?;
         let (lse, status) = words.split_at(words.len() - 2);
-        Status::from_words([status[0], status[1]]).check(append.workgroups().wrapping_add(call.workgroups()))?;
+        Status::from_words([status[0], status[1]]).check(workgroups)?;
         let last: Vec<f32> = batch.q_indptr[1..]
             .iter()
             .map(|end| f32::from_bits(lse[(*end as usize - 1) * heads.q_heads() as usize]))

@@ -10,8 +10,8 @@ use paged_attention::kernels::{
 };
 use paged_attention::{
     Append, AppendError, AppendPlan, AppendSource, Attention, AttentionConfig, AttentionIo, AttentionOptions, Batch,
-    BatchError, BindError, BuildError, DevicePlan, Dtype, Extras, HeadGeometry, KvLayout, LayoutError, Modifiers,
-    PageSize, Plan, PlanError, Workspace, wgpu,
+    BatchError, BindError, BuildError, CopyError, DevicePlan, Dtype, Extras, HeadGeometry, KvLayout, KvStore,
+    LayoutError, Modifiers, PageCopy, PageSize, Plan, PlanError, StoreError, Workspace, wgpu,
 };
 
 /// A device of no features and these limits. An error that no scope catches is a panic.
@@ -690,4 +690,124 @@ fn pools_that_cannot_be_addressed() {
     let needed = u128::from(u32::MAX) * u128::from(page_bytes);
     let error = LayoutError::TooLarge { page_count: u32::MAX, page_bytes, needed, limit };
     assert_eq!(pool(u32::MAX, u32::MAX), Err(error));
+}
+
+/// Pages of 4 slots and 2 heads, keys and values of 24 elements in f16.
+const PAGE_BYTES: u64 = 4 * 2 * 2 * 24 * 2;
+
+fn store(device: &wgpu::Device, pages: u32, layers: u32, slots: u32) -> Result<KvStore, StoreError> {
+    let layout = layout(HeadGeometry::new(4, 2, 20).unwrap(), Dtype::F16, 4, pages);
+    assert_eq!(layout.page_bytes(), PAGE_BYTES);
+    pollster::block_on(KvStore::new(device, &layout, layers, slots))
+}
+
+#[test]
+fn stores_have_the_bytes_that_are_counted() {
+    let (device, ..) = device(wgpu::Limits::default());
+    for (pages, layers, slots) in [(7, 3, 5), (1, 1, 0), (7, 0, 2), (20, 32, 1)] {
+        let made = store(&device, pages, layers, slots).unwrap();
+        let of_layers = |count: u32| u64::from(count) * u64::from(layers) * PAGE_BYTES;
+        assert_eq!((made.bytes(), made.host_bytes(), made.layers()), (of_layers(pages), of_layers(slots), layers));
+        for layer in 0..layers {
+            let pages = made.pages(layer).unwrap();
+            assert_eq!((pages.offset, pages.buffer.size()), (0, made.layout().bytes()));
+        }
+        let none = StoreError::Layer { found: layers, layers };
+        assert_eq!(made.pages(layers).err(), Some(none.clone()));
+        assert_eq!(none.to_string(), format!("layer {layers} was asked for; there are {layers}"));
+    }
+    // An empty binding is not allowed, so a store without pages has a vector per layer.
+    assert_eq!(store(&device, 0, 3, 0).unwrap().bytes(), 3 * 16);
+}
+
+#[test]
+fn stores_that_cannot_be() {
+    let limits = wgpu::Limits { max_storage_buffer_binding_size: 8 * PAGE_BYTES, ..wgpu::Limits::default() };
+    let (small, ..) = device(limits);
+    assert!(store(&small, 8, 2, 0).is_ok());
+    let refused = LayoutError::Binding { needed: 9 * PAGE_BYTES, found: 8 * PAGE_BYTES };
+    assert_eq!(store(&small, 9, 2, 0).err(), Some(StoreError::Layout(refused)));
+    // More than an address space has: of host slots, and of pages where the device's limits leave it to the driver.
+    let needed = u128::from(u32::MAX) * u128::from(u32::MAX) * u128::from(PAGE_BYTES);
+    let error = store(&small, 0, u32::MAX, u32::MAX).err();
+    assert_eq!(error, Some(StoreError::HostMemory { needed }));
+    let kernel_limits = wgpu::Limits { max_storage_buffers_per_shader_stage: 2, ..wgpu::Limits::default() };
+    let (few, ..) = device(kernel_limits);
+    let limit =
+        BuildError::Limit { kernel: "copy_pages", limit: "max_storage_buffers_per_shader_stage", found: 2, needed: 3 };
+    assert_eq!(store(&few, 1, 1, 0).err(), Some(StoreError::Build(limit)));
+}
+
+/// Each list is refused with the numbers, and a list that is right goes through afterwards.
+#[test]
+fn copies_that_are_refused() {
+    let limits = wgpu::Limits {
+        max_buffer_size: 10 * PAGE_BYTES,
+        max_storage_buffer_binding_size: 10 * PAGE_BYTES,
+        max_compute_workgroups_per_dimension: 1,
+        ..wgpu::Limits::default()
+    };
+    let (device, queue, _) = device(limits);
+    let mut store = store(&device, 10, 2, 6).unwrap();
+    let workspace = Workspace::new(&device, 0).unwrap();
+    let on_device = |from, to| PageCopy::OnDevice { from, to };
+    let to_host = |page, slot| PageCopy::ToHost { page, slot };
+    let to_device = |slot, page| PageCopy::ToDevice { slot, page };
+    let page = |found| CopyError::Page { found, page_count: 10 };
+    let slot = |found| CopyError::Slot { found, slot_count: 6 };
+    for (list, error) in [
+        (vec![on_device(10, 1)], page(10)),
+        (vec![on_device(1, u32::MAX)], page(u32::MAX)),
+        (vec![on_device(0, 1), to_host(11, 0)], page(11)),
+        (vec![to_device(0, 12)], page(12)),
+        (vec![on_device(0, 1), on_device(3, 3), on_device(4, 5)], CopyError::ToItself { page: 3 }),
+        (vec![to_host(0, 6)], slot(6)),
+        (vec![to_host(0, 1), to_device(7, 0)], slot(7)),
+        (vec![to_device(1, 0)], CopyError::Empty { slot: 1, awaited: false }),
+        (vec![to_host(0, 1), to_device(1, 0)], CopyError::Empty { slot: 1, awaited: true }),
+        (
+            (0..6).map(|page| to_host(page, page)).collect(),
+            CopyError::TooLarge {
+                direction: "to the host",
+                pages: 6,
+                needed: 12 * u128::from(PAGE_BYTES),
+                found: 10 * PAGE_BYTES,
+            },
+        ),
+        // A page takes one workgroup.
+        (
+            vec![on_device(0, 1), on_device(0, 2)],
+            CopyError::Bind(BindError::TooManyWorkgroups { kernel: "copy_pages", needed: 2, axis_max: 1 }),
+        ),
+    ] {
+        let found = store.copies(&device, &list, &workspace);
+        assert_eq!(found.err(), Some(error.clone()), "{list:?}");
+        assert!(!error.to_string().contains('{'), "{error}");
+    }
+    assert_eq!(
+        CopyError::Empty { slot: 1, awaited: true }.to_string(),
+        "host slot 1 is to be read, and what is copied has not reached it"
+    );
+
+    // No refusal has left anything behind: slot 1 still holds nothing, and five pages go there and back.
+    let list: Vec<_> = (0..5).map(|page| to_host(page, page)).chain([on_device(0, 9)]).collect();
+    let copies = store.copies(&device, &list, &workspace).unwrap();
+    assert_eq!(copies.workgroups(), 2);
+    let mut encoder = device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
+    let arriving = copies.encode(&mut encoder).unwrap();
+    queue.submit([encoder.finish()]);
+    assert_eq!(arriving.buffer().size(), 10 * PAGE_BYTES);
+    assert!(matches!(store.receive(&arriving), Err(CopyError::NotMapped { .. })));
+    arriving.buffer().map_async(wgpu::MapMode::Read, .., |mapped| mapped.unwrap());
+    device.poll(wgpu::PollType::wait_indefinitely()).unwrap();
+    assert_eq!(store.receive(&arriving), Ok(5));
+    let list: Vec<_> = (0..5).map(|slot| to_device(slot, 9 - slot)).collect();
+    let copies = store.copies(&device, &list, &workspace).unwrap();
+    let mut encoder = device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
+    assert!(copies.encode(&mut encoder).is_none());
+    queue.submit([encoder.finish()]);
+    // Nothing to do is nothing to record.
+    let nothing = store.copies(&device, &[], &workspace).unwrap();
+    assert_eq!(nothing.workgroups(), 0);
+    assert!(nothing.encode(&mut device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default())).is_none());
 }

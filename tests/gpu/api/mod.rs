@@ -1,7 +1,9 @@
 //! The embedding interface, as an application uses it: its own device, queue, buffers and encoders.
 
 mod append;
+mod copies;
 mod host;
+mod isolation;
 mod outputs;
 mod recording;
 mod steps;
