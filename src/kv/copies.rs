@@ -169,7 +169,8 @@ impl HostSlots {
     /// Puts pages into their slots, as far as these wait for this ticket.
     pub fn receive(&mut self, ticket: u64, slots: &[u32], pages: &[u8]) -> u32 {
         let mut received = 0;
-        for (slot, pages) in slots.iter().zip(pages.chunks_exact(self.slot_bytes.max(1))) {
+        // The last first: where a list writes a slot twice, its later contents count.
+        for (slot, pages) in slots.iter().zip(pages.chunks_exact(self.slot_bytes.max(1))).rev() {
             let start = *slot as usize * self.slot_bytes;
             if let (Some(state), Some(contents)) =
                 (self.slots.get_mut(*slot as usize), self.contents.get_mut(start..start + self.slot_bytes))

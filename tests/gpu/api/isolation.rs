@@ -6,7 +6,7 @@
 //! has it alone, with NaN in all pages that are not its own. Nothing is waited for between steps, except that what was
 //! swapped out has arrived before it is swapped in.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::fmt;
 use std::mem::take;
 use std::time::Instant;
@@ -14,7 +14,7 @@ use std::time::Instant;
 use paged_attention::{
     Append, AppendPlan, AppendSource, Attention, AttentionConfig, AttentionIo, AttentionOptions, Batch, BlockPool,
     BlockTable, Chains, Computed, DevicePlan, Dtype, Extras, KvLayout, KvStore, Namespace, PageCopy, PageSize,
-    PoolConfig, PoolError, SwappedTable, Tensor, ToHost, TokenChain, Workspace, verify, wgpu,
+    PoolConfig, PoolError, PrefixStats, SwappedTable, Tensor, ToHost, TokenChain, Workspace, verify, wgpu,
 };
 use paged_attention_cases::{CaseSpec, Heads, Pool, Sequence, assemble};
 use rand::rngs::StdRng;
@@ -25,13 +25,13 @@ use crate::common::{bits, say};
 
 const HEADS: Heads = Heads::new(2, 1, 8);
 const PAGE_SIZE: u32 = 4;
-const PAGES: u32 = 190;
+const PAGES: u32 = 240;
 const HOST_SLOTS: u32 = 60;
 const LAYERS: u32 = 2;
 /// Sequences on the device, at least, in every step.
 const LIVE_MIN: usize = 50;
 /// Sequences that are wanted, those in host memory not counted.
-const LIVE: usize = 58;
+const LIVE: usize = 60;
 /// Sequences, at most.
 const LIVE_MAX: usize = 75;
 const LEN_MAX: usize = 40;
@@ -45,8 +45,8 @@ enum Fault {
     CopyLeftOut,
     /// Copies are recorded after the appends.
     CopiesAfterAppends,
-    /// Copies go in another order than the pool's.
-    CopiesReversed,
+    /// Pages go to the host after all other copies of the list, some of which write to them.
+    CopiesReordered,
     /// Pages do not come back from the host.
     SwapInLeftOut,
     /// A sequence gets the slots of another.
@@ -68,7 +68,7 @@ enum Fault {
 const FAULTS: [Fault; 11] = [
     Fault::CopyLeftOut,
     Fault::CopiesAfterAppends,
-    Fault::CopiesReversed,
+    Fault::CopiesReordered,
     Fault::SwapInLeftOut,
     Fault::SlotsExchanged,
     Fault::FreedWhileUsed,
@@ -239,6 +239,7 @@ struct Counts {
     swapped_out: usize,
     swapped_in: usize,
     live_min: usize,
+    prefixes: PrefixStats,
 }
 
 struct Server<'h> {
@@ -426,7 +427,7 @@ impl<'h> Server<'h> {
         match self.fault {
             Some(Fault::CopyLeftOut) => copies.retain(|copy| !matches!(copy, PageCopy::OnDevice { .. })),
             Some(Fault::SwapInLeftOut) => copies.retain(|copy| !matches!(copy, PageCopy::ToDevice { .. })),
-            Some(Fault::CopiesReversed) => copies.reverse(),
+            Some(Fault::CopiesReordered) => copies.sort_by_key(|copy| matches!(copy, PageCopy::ToHost { .. })),
             Some(Fault::SlotsExchanged) => {
                 let mut slots: Vec<&mut u32> = copies
                     .iter_mut()
@@ -559,7 +560,7 @@ impl<'h> Server<'h> {
         while self.on_device() < LIVE && self.live.len() < LIVE_MAX {
             self.start();
         }
-        for _ in 0..self.random.random_range(0..14) {
+        for _ in 0..self.random.random_range(0..30) {
             self.event(&mut copies)?;
         }
         let mut parts = self.grow(&mut copies)?;
@@ -594,10 +595,13 @@ impl<'h> Server<'h> {
             self.start();
             let id = self.next_id;
             self.grow_one(id, &mut Vec::new())?;
-            if let Some(Live { history, place: Place::Device(table) }) = self.live.get_mut(&id) {
-                self.pool.publish(table, &history.chain).map_err(refused)?;
+            if let Some(Live { history, place: Place::Device(mut table) }) = self.live.remove(&id) {
+                self.pool.publish(&mut table, &history.chain).map_err(refused)?;
+                self.pool.release(table).map_err(refused)?;
+                // Somebody else has the same prompt.
+                let place = Place::Device(self.pool.lookup(&history.chain).map_err(refused)?);
+                self.insert(Live { history, place });
             }
-            self.cancel(id);
         }
         self.steps.push(Step { number, parts, chains, results, shadow_layer, shadows, shadow_starts });
         self.check_pool()?;
@@ -776,6 +780,7 @@ impl<'h> Server<'h> {
     /// Everything goes, and nothing is left.
     fn finish(&mut self) -> Result<(), Noticed> {
         self.look()?;
+        self.counts.prefixes = self.pool.prefix_stats();
         for id in self.live.keys().copied().collect::<Vec<_>>() {
             self.cancel(id);
         }
@@ -801,18 +806,25 @@ fn schedules(host: &Host, seeds: impl Iterator<Item = u64>, steps: usize) {
             panic!("seed {seed}: {noticed}");
         }
         let Server { counts, worst, .. } = &server;
-        assert!(counts.live_min >= LIVE_MIN, "seed {seed}: {counts:?}");
         say(&format!(
             "api/isolation: seed {seed}, {steps} steps in {:.1} s, largest measured/bound {worst:.4}, {counts:?}",
             started.elapsed().as_secs_f64()
         ));
+        assert!(counts.live_min >= LIVE_MIN, "seed {seed}: too few");
+        let Counts { forks, cancelled, recomputed, rolled_back, copies_on_write, swapped_in, .. } = *counts;
+        let events = [forks, cancelled, recomputed, rolled_back, copies_on_write, swapped_in];
+        let prefixes = [counts.prefixes.hits, counts.prefixes.evictions, counts.prefixes.duplicates];
+        assert!(
+            events.iter().all(|count| *count > 5) && prefixes.iter().all(|count| *count > 5),
+            "seed {seed}: too little"
+        );
     }
 }
 
 #[test]
 fn no_sequence_sees_another() {
     let Some(host) = host() else { return };
-    schedules(host, 1..=3, 30);
+    schedules(host, 1..=4, 40);
 }
 
 /// Minutes; `ci/lanes isolation`. `ISOLATION_SEED` sets the first of the ten seeds.
@@ -821,23 +833,29 @@ fn no_sequence_sees_another() {
 fn no_sequence_sees_another_for_long() {
     let Some(host) = host() else { return };
     let first = std::env::var("ISOLATION_SEED").map_or(1000, |seed| seed.parse().unwrap());
-    schedules(host, first..first + 10, 200);
+    schedules(host, first..first + 10, 400);
 }
 
-/// Every fault is noticed in a schedule like those above; and each judge notices one that no other does.
+/// Every fault is noticed in schedules like those above, by what comes out: also where the library refuses to go on in
+/// most of them. Only pages of a cancelled sequence that go to another in its batch are always refused.
 #[test]
 fn faults_of_a_server_are_noticed() {
     let Some(host) = host() else { return };
-    let mut judges = BTreeSet::new();
     for fault in FAULTS {
-        let noticed = (1..=3).find_map(|seed| play(host, seed, 30, Some(fault)).1.err());
-        let Some(noticed) = noticed else { panic!("{fault:?} was not noticed") };
-        judges.insert(match noticed {
-            Noticed::Refused(_) => "refused",
-            Noticed::Reference(_) => "reference",
-            Noticed::Shadow(_) => "shadow",
-        });
-        say(&format!("api/isolation: {fault:?}: {noticed:?}"));
+        let noticed: Vec<Noticed> = (1..=6).filter_map(|seed| play(host, seed, 30, Some(fault)).1.err()).collect();
+        let by = |judge: fn(&Noticed) -> bool| noticed.iter().filter(|noticed| judge(noticed)).count();
+        let refused = by(|noticed| matches!(noticed, Noticed::Refused(_)));
+        let reference = by(|noticed| matches!(noticed, Noticed::Reference(_)));
+        let shadow = by(|noticed| matches!(noticed, Noticed::Shadow(_)));
+        say(&format!(
+            "api/isolation: {fault:?} in 6 schedules: {refused} refused, {reference} by reference, {shadow} by shadow"
+        ));
+        let enough = match fault {
+            Fault::CancelledInBatch => refused,
+            // What comes out is right.
+            Fault::EqualPageOfAnother => shadow,
+            _ => reference + shadow,
+        };
+        assert!(enough > 0, "{fault:?}: {noticed:?}");
     }
-    assert!(judges.contains("reference") && judges.contains("shadow"), "{judges:?}");
 }
