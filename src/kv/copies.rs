@@ -233,8 +233,8 @@ impl ToHost {
 }
 
 impl KvStore {
-    /// Prepares a list of copies, as the pool has made it, for all layers. Creates the buffers that the list takes: a small one per
-    /// run, and one each for pages to the host and from it. What is swapped in is read from its slots now; what is
+    /// Prepares a list of copies, as the pool has made it, for all layers. Creates the buffers that the list takes: a small
+    /// one per run, and one each for pages to the host and from it. What is swapped in is read from its slots now; what is
     /// swapped out gives up what its slots held.
     ///
     /// # Errors

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use thiserror::Error;
 
-use super::copies::{CopyError, HostSlots};
+use super::copies::{CopyError, HostSlots, ToHost};
 use super::layout::{KvLayout, LayoutError};
 use crate::kernels::{BuildError, CopyKernel};
 
@@ -48,8 +48,8 @@ pub enum StoreError {
 /// [`crate::BlockPool`] stand for.
 ///
 /// A page id means the same page in every layer, whose pages lie in one buffer, laid out as [`KvLayout`] says. Appends and
-/// attention bind [`KvStore::pages`]; [`KvStore::copies`] makes the copies that the pool asks for. The store knows nothing of owners, so
-/// what `docs/memory.md` says of the order of work is the caller's to keep.
+/// attention bind [`KvStore::pages`]; [`KvStore::copies`] makes the copies that the pool asks for. The store knows nothing
+/// of owners, so what `docs/memory.md` says of the order of work is the caller's to keep.
 ///
 /// At first every page and slot holds zeros. Nothing is cleared later: a page that is given back holds what it held, until
 /// its next owner writes to it.
@@ -135,13 +135,13 @@ impl KvStore {
         self.host.bytes()
     }
 
-    /// Takes over pages that have arrived from the device, once [`super::ToHost::buffer`] is mapped: the slots may be swapped in from
-    /// now on. Says how many slots these are; one that was swapped out to again meanwhile is not among them, and waits
-    /// for its later contents.
+    /// Takes over pages that have arrived from the device, once [`ToHost::buffer`] is mapped: the slots may be swapped in
+    /// from now on. Says how many slots these are; one that was swapped out to again meanwhile is not among them, and
+    /// waits for its later contents.
     ///
     /// # Errors
     /// [`CopyError::OtherStore`], [`CopyError::NotMapped`].
-    pub fn receive(&mut self, arrived: &super::ToHost) -> Result<u32, CopyError> {
+    pub fn receive(&mut self, arrived: &ToHost) -> Result<u32, CopyError> {
         if arrived.store != self.id {
             return Err(CopyError::OtherStore);
         }
