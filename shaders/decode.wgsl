@@ -78,10 +78,10 @@ fn decode(
     }
     //each r DECODE_ROWS
     //if MASK
-    var scores_$r = score_row(seq, item.kv_head, item.first_row + min($ru, rows - 1u));
+    var scores_$r = score_row(seq, item, item.first_row + min($ru, rows - 1u));
     scores_$r.tested = item.runs != 1u || mask_run(item.first_run).tested;
     //else
-    let scores_$r = score_row(seq, item.kv_head, item.first_row + min($ru, rows - 1u));
+    let scores_$r = score_row(seq, item, item.first_row + min($ru, rows - 1u));
     //end
     //end
 
@@ -363,7 +363,7 @@ fn finish_split(seq: Sequence, item: WorkItem, r: u32, chunk: u32, sums: Chunk) 
         }
     }
     let row = item.first_row + r;
-    if seq.splits == 1u {
+    if seq.partial_begin == NO_STATES {
         let query = query_row(seq, item.kv_head, row);
         let end = ending(state, query);
         store_out(query, chunk, scaled(acc, end.factor));
@@ -371,7 +371,7 @@ fn finish_split(seq: Sequence, item: WorkItem, r: u32, chunk: u32, sums: Chunk) 
             lse[query] = end.lse;
         }
     } else {
-        let index = partial_state(seq, item.key_begin / SPLIT_KEYS, item.kv_head, row);
+        let index = partial_state(seq, split_of(seq, item), item.kv_head, row);
         store_partial_chunk(index, chunk, acc);
         if chunk == 0u {
             store_partial_state(index, state);

@@ -1,7 +1,8 @@
-// Merge: folds a row's partial states, split by split from the left, into its result.
+// Merge: folds a row's partial states, in order of their keys, into its result.
 //
-// Grid: one workgroup per (work item, KV head); an item is MERGE_ROWS tile rows of a sequence whose keys were
-// split. V_CHUNKS lanes share a row, a chunk of 8 elements each.
+// Grid: one workgroup per (work item, KV head); an item is MERGE_ROWS tile rows of a sequence whose rows have partial
+// states. V_CHUNKS lanes share a row, a chunk of 8 elements each. With SHARED an item names its sources: the shared
+// prefixes around the sequence from the outside in, then the sequence itself (cascade inference; Ye et al. 2024).
 // Folding from the left keeps a row's bits the same however many empty splits follow its last key.
 //
 // Workgroup memory: none. Preconditions: see lib/attention.wgsl; V_CHUNKS <= LANES (`V_HEAD_DIM_MAX`).
@@ -21,29 +22,53 @@ fn merge(
     let row = item.first_row + lane / V_CHUNKS;
     let chunk = lane % V_CHUNKS;
     if lane / V_CHUNKS < MERGE_ROWS && row < seq.q_len * GROUP {
-        var state = EMPTY_ROW;
-        var acc = ZERO_CHUNK;
-        var split = seq.first_split;
-        for (; split < seq.first_split + seq.splits; split++) {
-            let index = partial_state(seq, split, item.kv_head, row);
-            let part = load_partial_state(index);
-            if has_seen(part) {
-                let m = max(state.m, part.m);
-                let kept = weight(state.m, m);
-                let added = weight(part.m, m);
-                state = RowState(m, fma(state.l, kept, part.l * added));
-                acc = fma_chunk(kept, acc, scaled(load_partial_chunk(index, chunk), added));
-            }
+        var folded = Folded(EMPTY_ROW, ZERO_CHUNK);
+        //if SHARED
+        var at = item.key_begin;
+        for (; at < item.key_end; at++) {
+            let source = sequence(plan[at]);
+            folded = fold(folded, source, item.kv_head, row + (seq.q_begin - source.q_begin) * GROUP, chunk);
         }
-        if split < seq.first_split + seq.splits {
+        if at < item.key_end {
             report_error(ERROR_CUT_SHORT);
         }
+        //else
+        folded = fold(folded, seq, item.kv_head, row, chunk);
+        //end
         let query = query_row(seq, item.kv_head, row);
-        let end = ending(state, query);
-        store_out(query, chunk, scaled(acc, end.factor));
+        let end = ending(folded.state, query);
+        store_out(query, chunk, scaled(folded.acc, end.factor));
         if chunk == 0u {
             lse[query] = end.lse;
         }
     }
     report_done(lane);
+}
+
+// A row's state, and the chunk of its accumulator that a lane has.
+struct Folded {
+    state: RowState,
+    acc: Chunk,
+}
+
+// What was folded before, and after it the splits of `source`, where the row is number `row`.
+fn fold(before: Folded, source: Sequence, kv_head: u32, row: u32, chunk: u32) -> Folded {
+    var state = before.state;
+    var acc = before.acc;
+    var split = 0u;
+    for (; split < source.splits; split++) {
+        let index = partial_state(source, split, kv_head, row);
+        let part = load_partial_state(index);
+        if has_seen(part) {
+            let m = max(state.m, part.m);
+            let kept = weight(state.m, m);
+            let added = weight(part.m, m);
+            state = RowState(m, fma(state.l, kept, part.l * added));
+            acc = fma_chunk(kept, acc, scaled(load_partial_chunk(index, chunk), added));
+        }
+    }
+    if split < source.splits {
+        report_error(ERROR_CUT_SHORT);
+    }
+    return Folded(state, acc);
 }

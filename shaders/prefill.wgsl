@@ -54,9 +54,9 @@ fn prefill(
     // A lane without a row repeats the last one and writes nothing.
     let row_$r = min(tile_row(item, $ru, lane), row_count - 1u);
     //if MASK
-    var scores_$r = score_row(seq, item.kv_head, row_$r);
+    var scores_$r = score_row(seq, item, row_$r);
     //else
-    let scores_$r = score_row(seq, item.kv_head, row_$r);
+    let scores_$r = score_row(seq, item, row_$r);
     //end
     let query_$r = query_row(seq, item.kv_head, row_$r);
     var state_$r = EMPTY_ROW;
@@ -222,7 +222,7 @@ fn prefill(
             state.l = select(state.l, state_$r.l, r == $ru);
             //end
             let query = query_row(seq, item.kv_head, row);
-            let index = partial_state(seq, item.key_begin / PREFILL_SPLIT_KEYS, item.kv_head, row);
+            let index = partial_state(seq, split_of(seq, item), item.kv_head, row);
             let end = ending(state, query);
             //each c V_CHUNKS
             {
@@ -230,14 +230,14 @@ fn prefill(
                 //each r 1 ROWS_PER_LANE
                 chunk = chosen(chunk, acc_$r_$c, r == $ru);
                 //end
-                if seq.splits == 1u {
+                if seq.partial_begin == NO_STATES {
                     store_out(query, $cu, scaled(chunk, end.factor));
                 } else {
                     store_partial_chunk(index, $cu, chunk);
                 }
             }
             //end
-            if seq.splits == 1u {
+            if seq.partial_begin == NO_STATES {
                 lse[query] = end.lse;
             } else {
                 store_partial_state(index, state);

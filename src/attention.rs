@@ -7,7 +7,7 @@ use crate::case::AttentionOptions;
 use crate::geometry::Dtype;
 use crate::kernels::{AdapterFacts, BuildError, KernelConfig, KernelId, Kernels, Modifiers, Variants, fold_grid};
 use crate::kv::{KvLayout, NewRows};
-use crate::plan::{DevicePlan, PARAMS_BYTES, Params, Plan, PlanError};
+use crate::plan::{DevicePlan, PARAMS_BYTES, Params, Plan, PlanError, SharedPrefix};
 use crate::status::STATUS_WORDS;
 
 /// Attention over one pool: types, layout, scale and mask.
@@ -27,7 +27,7 @@ pub struct AttentionConfig {
     pub extras: Extras,
 }
 
-/// Tensors that change scores, as far as a call brings them.
+/// Tensors that change scores, as far as a call brings them, and what else plans may name.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Extras {
     /// ALiBi slopes, in [`AttentionIo::heads`].
@@ -38,11 +38,20 @@ pub struct Extras {
     pub mask: bool,
     /// A bias, in [`AttentionIo::bias`].
     pub bias: Option<Bias>,
+    /// Whether plans may name prefixes that sequences share ([`Attention::plan_shared`]).
+    pub shared_prefixes: bool,
 }
 
 impl Extras {
     /// None of them.
-    pub const NONE: Self = Self { alibi_slopes: false, sinks: false, mask: false, bias: None };
+    pub const NONE: Self = Self { alibi_slopes: false, sinks: false, mask: false, bias: None, shared_prefixes: false };
+}
+
+impl Extras {
+    /// What a plan depends on: a mask, a bias of each head, shared prefixes.
+    fn of_plan(&self) -> (bool, bool, bool) {
+        (self.mask, self.bias.is_some_and(|bias| bias.per_head), self.shared_prefixes)
+    }
 }
 
 /// A tensor that is added to the scores.
@@ -63,6 +72,7 @@ pub(crate) fn modifiers(options: &AttentionOptions, extras: &Extras) -> Modifier
         sinks: extras.sinks,
         mask: extras.mask,
         bias: extras.bias.map(|bias| bias.dtype),
+        shared_prefixes: extras.shared_prefixes,
     }
 }
 
@@ -168,8 +178,8 @@ pub enum BindError {
     /// The plan was made for another pool than this attention.
     #[error("the plan was made for another pool layout")]
     OtherLayout,
-    /// The plan was made for kernels of other tile sizes than this attention's.
-    #[error("the plan was made for kernels with other tile sizes")]
+    /// The plan was made for kernels of other tile sizes than this attention's, or for a call that brings other tensors.
+    #[error("the plan was made for kernels with other tile sizes or extras")]
     OtherKernels,
     /// The append kernel was built for other rows than the plan's.
     #[error("the append kernel was built for new rows of {found:?}; the plan has {needed:?}")]
@@ -363,7 +373,7 @@ impl Attention {
     /// # Errors
     /// [`PlanError`], with the numbers found and needed.
     pub fn plan(&self, batch: &Batch<'_>) -> Result<Plan, PlanError> {
-        self.plan_with(batch, None)
+        self.plan_with(batch, &[], None)
     }
 
     /// The same with a mask: whether a row may see a key, `[sum of q_len * kv_len]`, row by row and sequence after sequence.
@@ -372,16 +382,40 @@ impl Attention {
     /// # Errors
     /// [`PlanError`], with the numbers found and needed.
     pub fn plan_masked(&self, batch: &Batch<'_>, mask: &[bool]) -> Result<Plan, PlanError> {
-        self.plan_with(batch, Some(mask))
+        self.plan_with(batch, &[], Some(mask))
     }
 
-    fn plan_with(&self, batch: &Batch<'_>, mask: Option<&[bool]>) -> Result<Plan, PlanError> {
+    /// The same with prefixes that sequences share, and with a mask where the configuration has one. Each prefix is read
+    /// once for all rows of its sequences, whatever they see of it; the result is that of [`Attention::plan`] within the
+    /// bound. [`Batch::shared_prefixes`] finds prefixes.
+    ///
+    /// The configuration must have [`Extras::shared_prefixes`].
+    ///
+    /// # Errors
+    /// [`PlanError`], with the numbers found and needed.
+    pub fn plan_shared(
+        &self,
+        batch: &Batch<'_>,
+        prefixes: &[SharedPrefix],
+        mask: Option<&[bool]>,
+    ) -> Result<Plan, PlanError> {
+        if !self.config.extras.shared_prefixes {
+            return Err(PlanError::SharedPrefixesGiven);
+        }
+        self.plan_with(batch, prefixes, mask)
+    }
+
+    fn plan_with(
+        &self,
+        batch: &Batch<'_>,
+        prefixes: &[SharedPrefix],
+        mask: Option<&[bool]>,
+    ) -> Result<Plan, PlanError> {
         let AttentionConfig { layout, options, extras, .. } = &self.config;
         if extras.mask != mask.is_some() {
             return Err(PlanError::MaskGiven { given: mask.is_some() });
         }
-        let bias_per_head = extras.bias.is_some_and(|bias| bias.per_head);
-        Plan::new(batch, layout, options, &self.kernels.config().tiles(), mask, bias_per_head)
+        Plan::new(batch, layout, options, extras, &self.kernels.config().tiles(), prefixes, mask)
     }
 
     /// Binds a plan to one layer's buffers. A call stays valid as long as its buffers and may be recorded any
@@ -399,7 +433,7 @@ impl Attention {
         if plan.layout != self.config.layout {
             return Err(BindError::OtherLayout);
         }
-        if plan.tiles != self.kernels.config().tiles() {
+        if plan.tiles != self.kernels.config().tiles() || plan.extras.of_plan() != self.config.extras.of_plan() {
             return Err(BindError::OtherKernels);
         }
         let bytes = self.config.buffer_bytes(plan.total_q);

@@ -6,6 +6,9 @@
 //! keys and values into the pages the same way. Device, queue and buffers are the caller's; nothing is submitted or
 //! waited for, except by [`Runner`], which takes host tensors and returns host tensors.
 //!
+//! Prefixes that sequences share are read once where the plan is told of them ([`Attention::plan_shared`]), and
+//! [`States::merge`] joins results over different keys on the host.
+//!
 //! [`budget`] counts what the pages take, and how many requests fit into a device's memory.
 //! Which variants of the kernels run is decided by a rule and a self-test; [`Runner::tune`] measures them instead, for a
 //! table ([`Tuning`]) that the caller keeps, and [`Preference`] has the other wishes.
@@ -33,6 +36,7 @@ mod chains;
 mod geometry;
 pub mod kernels;
 mod kv;
+mod merge;
 mod plan;
 pub mod reference;
 mod runner;
@@ -59,7 +63,8 @@ pub use kv::{
     PrefixStats, Refused, Rotary, RotaryError, RotaryShape, Rotation, RowLayout, RowOrder, StoreError, SwappedTable,
     ToHost, TokenChain, fp8_to_f32,
 };
-pub use plan::{DevicePlan, Plan, PlanError, UploadError};
+pub use merge::{MergeError, Real, States};
+pub use plan::{DevicePlan, Plan, PlanError, SharedPrefix, SharedPrefixError, UploadError};
 pub use runner::{
     Choice, ChosenBy, CompileTimes, KernelUse, Output, Preference, RunError, RunOptions, Runner, StoredKv, TUNE_BUDGET,
     Tuned,

@@ -6,6 +6,7 @@ use crate::case::{Case, CaseError, CaseExtras, KvSource};
 use crate::geometry::{Dtype, HeadGeometry, PageSize};
 use crate::kernels::KernelConfig;
 use crate::kv::{AppendError, Rotary};
+use crate::plan::SharedPrefix;
 use crate::runner::{Output, RunError, RunOptions, Runner};
 use crate::tensor::{Tensor, TensorError};
 use crate::verify::{Computed, VerifyError, verify};
@@ -82,6 +83,7 @@ pub(crate) fn self_test(runner: &mut Runner, config: &KernelConfig) -> Result<()
         rotary: config.new_rows.rotary.map(Rotary::example).transpose().map_err(AppendError::from)?,
         out_dtype: config.out,
         variants: Some(config.variants),
+        shared_prefixes: if config.modifiers.shared_prefixes { prefixes(&case) } else { Vec::new() },
         ..RunOptions::new(PageSize::new(7).map_err(CaseError::from)?)
     };
     let output = runner.run(&case, &options)?;
@@ -101,6 +103,17 @@ pub(crate) fn self_test(runner: &mut Runner, config: &KernelConfig) -> Result<()
     let computed = Computed { out: &out, lse: &lse, out_dtype: config.out, chains: &output.chains };
     let report = verify(&compared, &computed).map_err(SelfTestError::from)?;
     if report.passed() { Ok(()) } else { Err(SelfTestError::Outside { ratio: report.max_bound_ratio }.into()) }
+}
+
+/// A prefix of every sequence but the last, each of a single one since they have no page in common; of the third, another
+/// inside. They end inside steps.
+fn prefixes(case: &Case) -> Vec<SharedPrefix> {
+    let lengths = case.lengths();
+    let prefix = |(seq, tokens): (usize, u32)| SharedPrefix { seqs: seq..seq + 1, tokens };
+    let whole = lengths.iter().enumerate().take(3);
+    let mut prefixes: Vec<SharedPrefix> = whole.map(|(seq, (_, kv_len))| prefix((seq, kv_len / 2 + 1))).collect();
+    prefixes.extend(lengths.get(2).map(|(_, kv_len)| prefix((2, kv_len - 3))));
+    prefixes
 }
 
 /// The query heads to compare: evenly spread, the first and the last among them.

@@ -10,7 +10,7 @@ use paged_attention::kernels::{
 };
 use paged_attention::{
     Append, AppendError, AppendPlan, AppendSource, Attention, AttentionConfig, AttentionIo, AttentionOptions, Batch,
-    BatchError, BindError, BuildError, CopyError, DevicePlan, Dtype, Extras, HeadGeometry, KvLayout, KvStore,
+    BatchError, Bias, BindError, BuildError, CopyError, DevicePlan, Dtype, Extras, HeadGeometry, KvLayout, KvStore,
     LayoutError, Modifiers, PageCopy, PageSize, Plan, PlanError, StoreError, Workspace, wgpu,
 };
 
@@ -235,6 +235,25 @@ fn parts_that_do_not_belong_together() {
     let other = Attention::with_kernels(kernels, &config).unwrap();
     let error = other.bind(&app.device, &app.device_plan, app.io(), &app.workspace).map(|_| ());
     assert_eq!(error, Err(BindError::OtherKernels));
+    // Kernels that know of shared prefixes, masks or a bias of each head, and a plan without; and the other way round.
+    for extras in [
+        Extras { shared_prefixes: true, ..Extras::NONE },
+        Extras { mask: true, ..Extras::NONE },
+        Extras { bias: Some(Bias { dtype: Dtype::F32, per_head: true }), ..Extras::NONE },
+    ] {
+        let config = AttentionConfig { extras, ..config };
+        let kernels = pollster::block_on(Kernels::new(&app.device, &config.kernels(own))).unwrap();
+        let other = Attention::with_kernels(kernels, &config).unwrap();
+        let bind =
+            |attention: &Attention, plan| attention.bind(&app.device, plan, app.io(), &app.workspace).map(|_| ());
+        assert_eq!(bind(&other, &app.device_plan), Err(BindError::OtherKernels));
+        let batch = Batch { q_indptr: &[0], page_indptr: &[0], page_ids: &[], kv_len: &[] };
+        let plan = if extras.mask { other.plan_masked(&batch, &[]) } else { other.plan(&batch) };
+        let plan = DevicePlan::upload(&app.device, &plan.unwrap()).unwrap();
+        assert_eq!(bind(&app.attention, &plan), Err(BindError::OtherKernels));
+    }
+    let batch = Batch { q_indptr: &[0], page_indptr: &[0], page_ids: &[], kv_len: &[] };
+    assert_eq!(app.attention.plan_shared(&batch, &[], None), Err(PlanError::SharedPrefixesGiven));
 
     let usage = wgpu::BufferUsages::COPY_DST;
     let descriptor = wgpu::BufferDescriptor { label: None, size: 1 << 20, usage, mapped_at_creation: false };

@@ -42,7 +42,7 @@ struct Variant {
 impl Variant {
     fn new(kernel: KernelId, config: KernelConfig) -> Self {
         let KernelConfig { geometry, q, kv, new_rows, out, modifiers, variants } = config;
-        let Modifiers { window_left, softcap, alibi, sinks, mask, bias } = modifiers;
+        let Modifiers { window_left, softcap, alibi, sinks, mask, bias, shared_prefixes } = modifiers;
         let modifiers: String = [
             (window_left, "-window"),
             (softcap, "-softcap"),
@@ -50,6 +50,7 @@ impl Variant {
             (sinks, "-sinks"),
             (mask, "-mask"),
             (bias.is_some(), "-bias"),
+            (shared_prefixes, "-shared"),
         ]
         .into_iter()
         .filter_map(|(on, name)| on.then_some(name))
@@ -134,8 +135,15 @@ fn variants() -> Vec<Variant> {
 /// Each modifier alone, all of them together, and latent attention, in every variant.
 fn modified() -> Vec<Variant> {
     let none = Modifiers::NONE;
-    let all =
-        Modifiers { window_left: true, softcap: true, alibi: true, sinks: true, mask: true, bias: Some(Dtype::F16) };
+    let all = Modifiers {
+        window_left: true,
+        softcap: true,
+        alibi: true,
+        sinks: true,
+        mask: true,
+        bias: Some(Dtype::F16),
+        shared_prefixes: true,
+    };
     let each = [
         Modifiers { window_left: true, ..none },
         Modifiers { softcap: true, ..none },
@@ -143,6 +151,7 @@ fn modified() -> Vec<Variant> {
         Modifiers { sinks: true, ..none },
         Modifiers { mask: true, ..none },
         Modifiers { bias: Some(Dtype::F32), ..none },
+        Modifiers { shared_prefixes: true, ..none },
         all,
     ];
     let plain = HeadGeometry::new(8, 2, 64).expect("a legal geometry");

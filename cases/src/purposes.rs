@@ -51,6 +51,12 @@ pub fn timed(name: &str, heads: Heads, lengths: Vec<(u32, u32)>) -> CaseSpec {
     CaseSpec::new(name, heads, lengths).causal(true).contiguous(Pool::new(16)).seed(7)
 }
 
+/// The shape by which the sharing of prefixes is judged: 16 requests of one token, 4,096 tokens shared and 64 of each.
+pub fn shared_speed() -> CaseSpec {
+    let spec = CaseSpec::new("shared", Heads::new(8, 2, 128), [(1, 4160); 16]).dtype(Dtype::F16).causal(true);
+    spec.shared_prefix(4096).paged(Pool::new(16).times(1)).seed(7)
+}
+
 /// For each kernel a small case that makes it run, as `(first part of the kernel's name, case)`.
 pub fn self_tests() -> [(&'static str, CaseSpec); 4] {
     let (small, usual, wide) = (Heads::new(4, 2, 40).with_v(24), Heads::new(6, 2, 64), Heads::new(8, 2, 128));

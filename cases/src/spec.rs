@@ -38,6 +38,17 @@ pub enum SpecError {
         /// Tokens shared, in whole pages.
         tokens: u32,
     },
+    /// Pages can only be shared where keys and values lie in pages.
+    #[error("the keys and values lie in packed rows; pages are needed to be shared")]
+    NotPaged,
+    /// A shared prefix reaches past the pages of a sequence, or names one that does not exist.
+    #[error("shared prefix {prefix} reaches past the pages of sequence {seq}")]
+    SharedPages {
+        /// The prefix, by its place in the list.
+        prefix: usize,
+        /// The sequence.
+        seq: usize,
+    },
     /// The sequences handed over do not have the size that the description says.
     #[error("sequence {seq}: `{tensor}` has {found} elements; {needed} are needed")]
     SequenceSize {

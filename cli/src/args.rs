@@ -175,6 +175,12 @@ pub struct PagingFlags {
     #[arg(long, value_name = "SEED", allow_hyphen_values = true)]
     pub shuffle_pages: Option<u64>,
 
+    /// Read prefixes that sequences next to each other share once: those of TOKENS tokens and more, as the page ids of a
+    /// paged file tell; alone it means 1
+    #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..), num_args = 0..=1,
+          require_equals = true, default_missing_value = "1")]
+    pub share_prefixes: Option<u32>,
+
     /// Type in which the pages hold keys and values [default: the file's]: f32, f16, bf16, int8 (a scale for every token
     /// and head) or fp8 (e4m3, a scale for every head: its largest magnitude over 448); K/V where they differ: int8/f16
     #[arg(long, value_name = "TYPE")]

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressStyle};
 use paged_attention::{
-    Case, Computed, Dtype, KvSource, Output, PageSize, RunError, RunOptions, verify, verify_storage,
+    Batch, Case, Computed, Dtype, KvSource, Output, PageSize, RunError, RunOptions, verify, verify_storage,
 };
 
 use crate::args::AttendArgs;
@@ -172,6 +172,12 @@ fn run_options(args: &AttendArgs, case: &Case) -> Result<(RunOptions, PageSize),
     options.order = args.paging.layout.into();
     options.kv = args.paging.kv_dtype;
     options.out_dtype = Dtype::from(args.out_dtype);
+    if let (Some(tokens_min), KvSource::Paged { page_indptr, page_ids, kv_len, .. }) =
+        (args.paging.share_prefixes, case.kv())
+    {
+        let batch = Batch { q_indptr: case.q_indptr(), page_indptr, page_ids, kv_len };
+        options.shared_prefixes = batch.shared_prefixes(case.page_size().unwrap_or(page_size), tokens_min);
+    }
     Ok((options, page_size))
 }
 

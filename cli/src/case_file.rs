@@ -99,14 +99,17 @@ pub fn parse(bytes: &[u8], flags: &SettingFlags, paging: &PagingFlags) -> Result
     Ok(Loaded { case, unknown: tensors.unknown(), bytes: bytes.len() as u64 })
 }
 
-/// Flags that only a contiguous case can obey.
+/// Flags that only a contiguous case can obey, or only a paged one.
 fn check_paging(is_paged: bool, paging: &PagingFlags) -> Result<(), InputError> {
-    let given = [("--page-size", paging.page_size.is_some()), ("--shuffle-pages", paging.shuffle_pages.is_some())];
-    match given.into_iter().find(|(_, given)| *given) {
-        Some((flag, _)) if is_paged => {
-            Err(InputError::Flag { flag, why: "the file is paged already (`k_pages`, `v_pages`)".into() })
-        }
-        _ => Ok(()),
+    let (paged, packed) = ("the file is paged already (`k_pages`, `v_pages`)", "the file has no pages (`k`, `v`)");
+    let given = [
+        ("--page-size", is_paged && paging.page_size.is_some(), paged),
+        ("--shuffle-pages", is_paged && paging.shuffle_pages.is_some(), paged),
+        ("--share-prefixes", !is_paged && paging.share_prefixes.is_some(), packed),
+    ];
+    match given.into_iter().find(|(_, refused, _)| *refused) {
+        Some((flag, _, why)) => Err(InputError::Flag { flag, why: why.into() }),
+        None => Ok(()),
     }
 }
 

@@ -6,7 +6,7 @@
 //
 // Bindings (group 0):
 //   params     uniform, `Params`; written by the plan
-//   plan       u32 words: sequence records, work items, masks, page ids; offsets in `Params`
+//   plan       u32 words: records, sources of merges, owners of rows, work items, masks, page ids; offsets in `Params`
 //   q_rows     [total_q, q_heads] rows of Q_DTYPE, padded to whole chunks
 //   out_rows   [total_q, q_heads] rows of OUT_DTYPE, padded to whole chunks
 //   lse        [total_q, q_heads] f32 as bits, natural logarithm
@@ -40,6 +40,7 @@ struct Params {
     page_ids: u32,
     masks: u32,
     runs: u32,
+    owners: u32,
     prefill_items: u32,
     prefill_groups: u32,
     decode_items: u32,
@@ -69,6 +70,8 @@ struct Workspace {
 //end
 @group(0) @binding(${KV_BINDING}) var<storage, read> kv_pages: array<vec4<u32>>;
 
+// A sequence of the batch; or, with SHARED, the prefix of some: their rows, one after the other, and the keys that they
+// share.
 struct Sequence {
     // First packed query row, and how many.
     q_begin: u32,
@@ -76,15 +79,18 @@ struct Sequence {
     kv_len: u32,
     // First entry of the page table.
     page_begin: u32,
-    // First partial state, and how many splits have keys that are seen; 1: no partial states.
+    // First partial state, or NO_STATES where a work item makes the whole result of its rows.
     partial_begin: u32,
+    // How many splits of `split_keys` keys have keys that are seen, and the first of them.
     splits: u32,
-    // The first of these splits.
     first_split: u32,
+    split_keys: u32,
     // First word of its mask, and the first element of its bias.
     mask_begin: u32,
     bias_begin: u32,
 }
+
+const NO_STATES = 0xffffffffu;
 
 fn sequence(index: u32) -> Sequence {
     let word = index * SEQUENCE_WORDS;
@@ -98,6 +104,7 @@ fn sequence(index: u32) -> Sequence {
         plan[word + 6u],
         plan[word + 7u],
         plan[word + 8u],
+        plan[word + 9u],
     );
 }
 
@@ -105,7 +112,7 @@ struct WorkItem {
     sequence: u32,
     // First tile row of the item: rows are (token, query head of the group).
     first_row: u32,
-    // Keys `key_begin .. key_end`.
+    // Keys `key_begin .. key_end`. A merge has its sources there instead, as far as SHARED.
     key_begin: u32,
     key_end: u32,
     kv_head: u32,
@@ -166,9 +173,14 @@ fn query_row(seq: Sequence, kv_head: u32, row: u32) -> u32 {
     return (seq.q_begin + row / GROUP) * (params.kv_heads * GROUP) + kv_head * GROUP + row % GROUP;
 }
 
-// Index of a partial state: `[splits, kv_heads, rows]` within a sequence.
+// Index of a partial state: `[splits, kv_heads, rows]` within a sequence, splits counted from its first.
 fn partial_state(seq: Sequence, split: u32, kv_head: u32, row: u32) -> u32 {
-    return seq.partial_begin + ((split - seq.first_split) * params.kv_heads + kv_head) * seq.q_len * GROUP + row;
+    return seq.partial_begin + (split * params.kv_heads + kv_head) * seq.q_len * GROUP + row;
+}
+
+// The split that an item works on.
+fn split_of(seq: Sequence, item: WorkItem) -> u32 {
+    return item.key_begin / seq.split_keys - seq.first_split;
 }
 
 // Entry of the page table in `plan` for a key.

@@ -8,7 +8,7 @@
 struct ScoreRow {
     // Keys `begin .. end` are in reach.
     end: u32,
-    //if WINDOW
+    //if BEGIN
     begin: u32,
     //end
     //if ALIBI
@@ -31,30 +31,45 @@ struct Score {
     visible: bool,
 }
 
-fn score_row(seq: Sequence, kv_head: u32, row: u32) -> ScoreRow {
+// Of tile row `row` of an item's sequence.
+fn score_row(seq: Sequence, item: WorkItem, row: u32) -> ScoreRow {
+    //if SHARED
+    // Rows of several sequences go through a shared prefix. Each sees of it what it would see in its own sequence, and
+    // nothing past the item's keys, which may begin and end inside a step.
+    let packed_row = seq.q_begin + row / GROUP;
+    let own = sequence(plan[params.owners + packed_row]);
+    let token = packed_row - own.q_begin;
+    //else
+    let own = seq;
     let token = row / GROUP;
+    //end
     //if HEADS
-    let head = kv_head * GROUP + row % GROUP;
+    let head = item.kv_head * GROUP + row % GROUP;
     //else
     //if BIAS
-    let head = kv_head * GROUP + row % GROUP;
+    let head = item.kv_head * GROUP + row % GROUP;
     //end
     //end
     return ScoreRow(
-        end_visible(seq, token),
-        //if WINDOW
-        first_visible(seq, token),
+        //if SHARED
+        min(end_visible(own, token), item.key_end),
+        max(first_visible(own, token), item.key_begin),
+        //else
+        end_visible(own, token),
+        //if BEGIN
+        first_visible(own, token),
+        //end
         //end
         //if ALIBI
-        i32(seq.kv_len + token) - i32(seq.q_len),
+        i32(own.kv_len + token) - i32(own.q_len),
         heads[head].x * LOG2_E,
         //end
         //if MASK
-        params.masks + seq.mask_begin + token * ((seq.kv_len + 31u) / 32u),
+        params.masks + own.mask_begin + token * ((own.kv_len + 31u) / 32u),
         true,
         //end
         //if BIAS
-        head * params.bias_head_stride + seq.bias_begin + token * seq.kv_len,
+        head * params.bias_head_stride + own.bias_begin + token * own.kv_len,
         //end
     );
 }
@@ -63,7 +78,7 @@ fn score_row(seq: Sequence, kv_head: u32, row: u32) -> ScoreRow {
 // its score.
 fn scored(row: ScoreRow, key: u32, s: f32) -> Score {
     var visible = key < row.end;
-    //if WINDOW
+    //if BEGIN
     visible = visible && key >= row.begin;
     //end
     //if MASK

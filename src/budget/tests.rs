@@ -211,8 +211,8 @@ fn planned(config: &MemoryConfig, seqs: &[(u32, u32)]) -> Parts {
     };
     let geometry = attention.layout.geometry();
     let layout = attention.layout.with_pages(page_size, page_count).unwrap();
-    let plan = Plan::new(&batch, &layout, &attention.options, &attention.kernels(config.variants).tiles(), None, false)
-        .unwrap();
+    let tiles = attention.kernels(config.variants).tiles();
+    let plan = Plan::new(&batch, &layout, &attention.options, &attention.extras, &tiles, &[], None).unwrap();
     let append = AppendPlan::new(&layout, &batch).unwrap();
     assert_eq!(append.tokens(), batch.total_q());
     let rows = attention.buffer_bytes(batch.total_q());

@@ -27,7 +27,7 @@ pub(crate) use grid::fold_grid;
 pub use names::NameError;
 pub use source::KernelId;
 pub(crate) use tiles::append_row_lanes;
-pub use tiles::{DECODE_ROWS_MAX, LANES, SPLIT_KEYS, Tiles};
+pub use tiles::{DECODE_ROWS_MAX, LANES, Pass, SHARED_ROWS_SPLIT_MAX, SHARED_SPLIT_KEYS, SPLIT_KEYS, Tiles};
 pub use variant::{AdapterFacts, DecodeVariant, ItemOrder, PrefillVariant, SUBGROUP_SIZES, Variants};
 
 /// What the kernels are specialised for.
@@ -52,7 +52,8 @@ pub struct KernelConfig {
     pub variants: Variants,
 }
 
-/// What happens to scores besides the scale and the causal mask. Compiled in, so that what is off costs nothing.
+/// What happens to scores besides the scale and the causal mask, and whether keys are shared. Compiled in, so that what is
+/// off costs nothing.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Modifiers {
     /// A window that ends on the left.
@@ -67,12 +68,21 @@ pub struct Modifiers {
     pub mask: bool,
     /// A bias, and its type.
     pub bias: Option<Dtype>,
+    /// Prefixes that sequences share.
+    pub shared_prefixes: bool,
 }
 
 impl Modifiers {
     /// No modifier.
-    pub const NONE: Self =
-        Self { window_left: false, softcap: false, alibi: false, sinks: false, mask: false, bias: None };
+    pub const NONE: Self = Self {
+        window_left: false,
+        softcap: false,
+        alibi: false,
+        sinks: false,
+        mask: false,
+        bias: None,
+        shared_prefixes: false,
+    };
 
     /// Options and extras that ask for these modifiers.
     pub(crate) fn example(&self, geometry: &HeadGeometry) -> (AttentionOptions, Extras) {
@@ -80,7 +90,8 @@ impl Modifiers {
             .with_window(self.window_left.then_some(40), None)
             .with_softcap(self.softcap.then_some(5.0));
         let bias = self.bias.map(|dtype| Bias { dtype, per_head: false });
-        (options, Extras { alibi_slopes: self.alibi, sinks: self.sinks, mask: self.mask, bias })
+        let Self { alibi: alibi_slopes, sinks, mask, shared_prefixes, .. } = *self;
+        (options, Extras { alibi_slopes, sinks, mask, bias, shared_prefixes })
     }
 
     /// Whether there are numbers per query head.

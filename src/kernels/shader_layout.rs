@@ -70,6 +70,7 @@ fn attention_parameters_agree() {
         page_ids,
         masks,
         runs,
+        owners,
         prefill_items,
         prefill_groups,
         decode_items,

@@ -203,7 +203,8 @@ fn constants(config: &KernelConfig) -> Vec<(&'static str, u32)> {
         ("STATUS_WORDS", STATUS_WORDS),
         ("SEQUENCE_WORDS", RECORD_WORDS as u32),
         ("ITEM_WORDS", ITEM_WORDS as u32 + if modifiers.mask { 2 } else { 0 }),
-        ("WINDOW", modifiers.window_left.into()),
+        ("BEGIN", (modifiers.window_left || modifiers.shared_prefixes).into()),
+        ("SHARED", modifiers.shared_prefixes.into()),
         ("SOFTCAP", modifiers.softcap.into()),
         ("ALIBI", modifiers.alibi.into()),
         ("SINKS", modifiers.sinks.into()),
@@ -226,7 +227,6 @@ fn constants(config: &KernelConfig) -> Vec<(&'static str, u32)> {
         ("PREFILL_SUBGROUP", prefill.subgroup),
         ("ROWS_PER_LANE", prefill.rows_per_lane),
         ("STEP_KEYS", prefill.step_keys),
-        ("PREFILL_SPLIT_KEYS", prefill.split_keys),
         // Chunks of a step's keys and values that each lane of a subgroup loads.
         ("K_LOADS", (prefill.step_keys * tiles.qk_chunks).div_ceil(prefill.subgroup.max(1))),
         ("V_LOADS", (prefill.step_keys * tiles.v_chunks).div_ceil(prefill.subgroup.max(1))),

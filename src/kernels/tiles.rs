@@ -13,6 +13,14 @@ pub const LANES: u32 = 64;
 /// any batch. 4,096 keys of 8 KV heads make 128 workgroups; up to 256 keys need no merge.
 pub const SPLIT_KEYS: u32 = 256;
 
+/// Keys per split of a prefix that sequences share and that takes the prefill kernel, with at most [`SHARED_ROWS_SPLIT_MAX`]
+/// tile rows; a multiple of every step. Such a prefix has few row tiles, and a GPU is filled by its splits. The longer, the
+/// fewer partial states there are to merge.
+pub const SHARED_SPLIT_KEYS: u32 = 512;
+
+/// Above so many tile rows a shared prefix is split as a prompt is: row tiles are enough, and partial states many.
+pub const SHARED_ROWS_SPLIT_MAX: u32 = 256;
+
 /// A sequence with more tile rows (`q_len * group`) than this, and more than one query row, takes the prefill
 /// kernel; every other one decodes. Depends on the sequence alone, so that neighbours in a batch change no bits.
 pub const DECODE_ROWS_MAX: u32 = 16;
@@ -114,11 +122,6 @@ impl Tiles {
         self.prefill.lanes * self.prefill.rows_per_lane
     }
 
-    /// Tile rows of the workgroups that take a sequence.
-    pub fn tile_rows(&self, geometry: &HeadGeometry, q_len: u32) -> u32 {
-        if Self::decodes(q_len, geometry.group()) { self.decode_rows } else { self.prefill_rows() }
-    }
-
     /// Bytes of workgroup memory of the decode kernel: queries (where no subgroup holds them), scores, rows, a
     /// flag, scales, partial maxima and sums.
     pub fn decode_bytes(&self) -> u32 {
@@ -132,35 +135,75 @@ impl Tiles {
         q_len == 1 || u64::from(q_len) * u64::from(group) <= u64::from(DECODE_ROWS_MAX)
     }
 
-    /// The longest rounding chains of a sequence's rows, for the error bound.
-    pub fn chains(&self, geometry: &HeadGeometry, q_len: u32, kv_len: u32) -> Chains {
+    /// How the `q_len` query rows of a sequence go through keys, of which they see none but `visible`; or those of all
+    /// sequences that share a prefix.
+    pub fn pass(
+        &self,
+        geometry: &HeadGeometry,
+        q_len: u32,
+        keys: Range<u32>,
+        visible: Range<u32>,
+        shared: bool,
+    ) -> Pass {
+        let decodes = Self::decodes(q_len, geometry.group());
+        let split_keys = match decodes {
+            true => SPLIT_KEYS,
+            // Rows have been counted in 32 bits (`check_rows`).
+            false if shared && q_len.saturating_mul(geometry.group()) <= SHARED_ROWS_SPLIT_MAX => {
+                SHARED_SPLIT_KEYS.next_multiple_of(self.prefill.step_keys).min(self.prefill.split_keys)
+            }
+            false => self.prefill.split_keys,
+        };
+        let splits =
+            if visible.is_empty() { 0..1 } else { visible.start / split_keys..visible.end.div_ceil(split_keys) };
+        let tile_rows = if decodes { self.decode_rows } else { self.prefill_rows() };
+        Pass { decodes, tile_rows, keys, split_keys, splits }
+    }
+
+    /// The longest rounding chains of rows whose keys are gone through in `passes`, one after the other, for the error
+    /// bound.
+    pub fn chains<'a>(&self, passes: impl Iterator<Item = &'a Pass>) -> Chains {
         // A dot product is one chain over the padded row, after scaling the query; an exchange ends it with a tree.
         let dot = 1 + 8 * self.qk_chunks + self.lanes_per_key.ilog2();
-        let splits = self.splits(geometry, q_len, 0..kv_len).len() as u32;
-        let split_keys = kv_len.min(self.split_keys(geometry, q_len));
-        // A merge multiplies and adds.
-        let merges = if splits > 1 { 2 * splits + 1 } else { 0 };
-        if Self::decodes(q_len, geometry.group()) {
-            let parts = self.decode_lanes / self.row_slots;
-            let values = split_keys.div_ceil(self.key_streams) + 1 + self.key_streams;
-            let sums = split_keys.div_ceil(parts) + parts;
-            Chains { dot, step_keys: SPLIT_KEYS, accumulate: values.max(sums) + merges, scaled: false }
-        } else {
-            let step_keys = self.prefill.step_keys;
-            // A step makes a sum of its products, then multiplies what was before and adds.
-            let accumulate = step_keys + 1 + 2 * split_keys.div_ceil(step_keys) + merges;
-            Chains { dot, step_keys, accumulate, scaled: false }
+        let (mut step_keys, mut accumulate, mut states) = (0, 0, 0);
+        for pass in passes {
+            let split_keys = (pass.keys.end - pass.keys.start).min(pass.split_keys);
+            let (step, chain) = if pass.decodes {
+                let parts = self.decode_lanes / self.row_slots;
+                let values = split_keys.div_ceil(self.key_streams) + 1 + self.key_streams;
+                let sums = split_keys.div_ceil(parts) + parts;
+                (SPLIT_KEYS, values.max(sums))
+            } else {
+                let step = self.prefill.step_keys;
+                // A step makes a sum of its products, then multiplies what was before and adds; a first step may be cut.
+                (step, step + 1 + 2 * (split_keys.div_ceil(step) + u32::from(!pass.keys.start.is_multiple_of(step))))
+            };
+            // Steps that divide those of every pass, and where each begins, fit all of them.
+            step_keys = gcd(gcd(step_keys, step), pass.keys.start);
+            accumulate = accumulate.max(chain);
+            states += pass.splits.len() as u32;
         }
+        // A merge multiplies and adds.
+        let merges = if states > 1 { 2 * states + 1 } else { 0 };
+        Chains { dot, step_keys, accumulate: accumulate + merges, scaled: false }
     }
+}
 
-    /// Keys per split of a sequence.
-    pub fn split_keys(&self, geometry: &HeadGeometry, q_len: u32) -> u32 {
-        if Self::decodes(q_len, geometry.group()) { SPLIT_KEYS } else { self.prefill.split_keys }
-    }
+/// How rows go through keys.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Pass {
+    /// Whether the decode kernel takes them.
+    pub decodes: bool,
+    /// Tile rows of a workgroup.
+    pub tile_rows: u32,
+    /// The keys.
+    pub keys: Range<u32>,
+    /// Keys per split.
+    pub split_keys: u32,
+    /// The splits that hold keys which are seen, at least one; split `i` begins at key `i * split_keys`.
+    pub splits: Range<u32>,
+}
 
-    /// The splits of a sequence whose rows see no keys but `visible`: at least one.
-    pub fn splits(&self, geometry: &HeadGeometry, q_len: u32, visible: Range<u32>) -> Range<u32> {
-        let split_keys = self.split_keys(geometry, q_len);
-        if visible.is_empty() { 0..1 } else { visible.start / split_keys..visible.end.div_ceil(split_keys) }
-    }
+fn gcd(a: u32, b: u32) -> u32 {
+    if b == 0 { a } else { gcd(b, a % b) }
 }

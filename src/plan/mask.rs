@@ -11,6 +11,8 @@ const WORD_KEYS: u32 = 32;
 /// A mask as the kernels read it: 32 keys a word, every row beginning one, sequence after sequence.
 pub(super) struct Mask {
     pub words: Vec<u32>,
+    /// Of each packed query row, where its words begin.
+    rows: Vec<usize>,
 }
 
 /// Keys of a tile that lie one after the other and are all to be tested against the mask, or all visible.
@@ -36,21 +38,24 @@ impl Mask {
         if mask.len() as u128 != needed {
             return Err(PlanError::Mask { found: mask.len(), needed: u64::try_from(needed).unwrap_or(u64::MAX) });
         }
-        let (mut words, mut rest) = (Vec::new(), mask);
+        let (mut words, mut row_begins, mut rest) = (Vec::new(), Vec::new(), mask);
         for (q_len, kv_len) in lengths {
             let (own, others) = rest.split_at(q_len as usize * kv_len as usize);
             rest = others;
+            let row_words = kv_len.div_ceil(WORD_KEYS) as usize;
+            row_begins.extend((0..q_len as usize).map(|row| words.len() + row * row_words));
             let rows = own.chunks(kv_len.max(1) as usize);
             words.extend(rows.flat_map(|row| row.chunks(WORD_KEYS as usize)).map(|keys| {
                 keys.iter().enumerate().fold(0_u32, |word, (bit, visible)| word | (u32::from(*visible) << bit))
             }));
         }
-        Ok(Self { words })
+        Ok(Self { words, rows: row_begins })
     }
 
-    /// Adds to `runs` the keys among `keys` that any of `tokens` may see, in order. `first_word` is that of the sequence.
-    pub fn runs(&self, first_word: usize, kv_len: u32, tokens: Range<u32>, keys: Range<u32>, runs: &mut Vec<Run>) {
-        let row_words = kv_len.div_ceil(WORD_KEYS) as usize;
+    /// Adds to `runs` the keys among `keys` that any of some packed query rows may see, in order. The sequences of all these
+    /// rows have the keys.
+    pub fn runs(&self, rows: Range<u32>, keys: Range<u32>, runs: &mut Vec<Run>) {
+        let rows = self.rows.get(rows.start as usize..rows.end as usize).unwrap_or_default();
         let first_run = runs.len();
         let mut begin = keys.start;
         while begin < keys.end {
@@ -59,9 +64,8 @@ impl Mask {
             let (shift, count) = (begin % WORD_KEYS, end - begin);
             let all = (u32::MAX >> (WORD_KEYS - count)) << shift;
             let (mut any, mut every) = (0, u32::MAX);
-            for token in tokens.clone() {
-                let bits =
-                    self.words.get(first_word + token as usize * row_words + word as usize).copied().unwrap_or(0);
+            for row in rows {
+                let bits = self.words.get(row + word as usize).copied().unwrap_or(0);
                 any |= bits;
                 every &= bits;
             }
@@ -112,7 +116,7 @@ mod tests {
             let packed = Mask::new(&mask, &batch).unwrap();
             let keys = ends.0.min(kv_len)..ends.1.min(kv_len);
             let mut runs = vec![Run { begin: 0, end: keys.start, tested: false }];
-            packed.runs(0, kv_len, 0..tokens as u32, keys.clone(), &mut runs);
+            packed.runs(0..tokens as u32, keys.clone(), &mut runs);
             let runs = &runs[1..];
             prop_assert!(runs.iter().all(|run| run.begin < run.end));
             prop_assert!(runs.is_sorted_by(|a, b| a.end <= b.begin && (a.end < b.begin || a.tested != b.tested)));

@@ -1,21 +1,26 @@
 //! Planning: from a ragged batch to work items, in pure host code.
 //!
 //! The same batch gives the same plan, on every machine. What becomes of a sequence (its kernel, its splits)
-//! depends on that sequence alone, so its bits are the same in every batch.
+//! depends on that sequence alone, so its bits are the same in every batch. Where it shares prefixes, it depends on them
+//! too: on their tokens, and on the number of rows that share each.
 
 mod mask;
+mod shared;
+
+use std::ops::Range;
 
 use bytemuck::{Pod, Zeroable};
 use thiserror::Error;
 
-use std::ops::Range;
-
 use self::mask::{Mask, Run};
+use self::shared::Levels;
+pub use self::shared::{SharedPrefix, SharedPrefixError};
+use crate::attention::Extras;
 use crate::batch::{Batch, BatchError, NO_PAGE};
 use crate::case::AttentionOptions;
 use crate::chains::Chains;
 use crate::geometry::{HeadGeometry, PageSize};
-use crate::kernels::{ItemOrder, KernelId, Tiles};
+use crate::kernels::{ItemOrder, KernelId, Pass, Tiles};
 use crate::kv::{KvLayout, RowLayout};
 
 /// A batch that cannot be planned.
@@ -61,6 +66,12 @@ pub enum PlanError {
         /// Whether it was given.
         given: bool,
     },
+    /// The batch cannot share the prefixes that were named.
+    #[error(transparent)]
+    SharedPrefix(#[from] SharedPrefixError),
+    /// Shared prefixes were named, and the kernels know of none.
+    #[error("shared prefixes are given; the configuration says otherwise")]
+    SharedPrefixesGiven,
     /// A sequence needs a page that its table says it has not.
     #[error("entry {entry} of the page table of sequence {seq} is `NO_PAGE`; its rows see keys of that page")]
     NoPage {
@@ -100,6 +111,7 @@ pub(crate) struct Params {
     pub page_ids: u32,
     pub masks: u32,
     pub runs: u32,
+    pub owners: u32,
     pub prefill_items: u32,
     pub prefill_groups: u32,
     pub decode_items: u32,
@@ -126,8 +138,10 @@ pub struct Plan {
     pub(crate) total_q: u32,
     pub(crate) layout: KvLayout,
     tiles: Tiles,
+    extras: Extras,
     pub(crate) score_pairs: u64,
     workspace_bytes: u64,
+    kv_bytes_read: u64,
     chains: Vec<Chains>,
 }
 
@@ -136,16 +150,18 @@ const UNLIMITED: u32 = u32::MAX;
 
 impl Plan {
     /// Plans attention of `batch` over a pool of `layout`. `mask` has an entry for every query row and key of its
-    /// sequence, row by row, or is left out; `bias_per_head` says whether each query head has a bias of its own.
+    /// sequence, row by row, or is left out.
     pub(crate) fn new(
         batch: &Batch<'_>,
         layout: &KvLayout,
         options: &AttentionOptions,
+        extras: &Extras,
         tiles: &Tiles,
+        prefixes: &[SharedPrefix],
         mask: Option<&[bool]>,
-        bias_per_head: bool,
     ) -> Result<Self, PlanError> {
         batch.validate(layout.page_size(), layout.page_count())?;
+        let levels = Levels::new(batch, layout.page_size(), prefixes)?;
         let log2 = |factor: f64| (factor * std::f64::consts::LOG2_E) as f32;
         let (q_factor, softcap_log2) = match options.softcap {
             Some(cap) => ((options.scale / cap) as f32, log2(cap)),
@@ -161,21 +177,25 @@ impl Plan {
         }
         let geometry = layout.geometry();
         let mask = mask.map(|mask| Mask::new(mask, batch)).transpose()?;
-        let lists = WorkLists::new(batch, layout, options, tiles, mask.as_ref())?;
+        let lists = WorkLists::new(&Step { batch, layout, options, extras, tiles, mask: mask.as_ref() }, &levels)?;
         let kv_heads = geometry.kv_heads();
         let groups = |items: &[Item], what| {
             let needed = items.len() as u64 * u64::from(kv_heads);
             count(what, needed)
         };
-        let mut words = Vec::with_capacity(lists.words as usize + batch.page_ids.len());
-        words.extend(lists.sequences.iter().flatten());
+        let mut words: Vec<u32> = lists.records.as_flattened().to_vec();
+        let sources = words.len() as u64;
+        words.extend_from_slice(&lists.sources);
+        let owners = words.len() as u64;
+        words.extend_from_slice(&lists.owners);
         let masked = mask.is_some();
-        let mut list = |items: &[Item]| {
+        let mut list = |items: &[Item], offset: u64| {
             let start = words.len() as u64;
-            words.extend(items.iter().flat_map(|item| item.words(masked)));
+            words.extend(items.iter().flat_map(|item| item.words(offset as u32, masked)));
             start
         };
-        let starts = [list(&lists.prefill), list(&lists.decode), list(&lists.merge)];
+        // Items of a merge have places in the list of sources where others have keys.
+        let starts = [list(&lists.prefill, 0), list(&lists.decode, 0), list(&lists.merge, sources)];
         let masks = words.len() as u64;
         words.extend(mask.into_iter().flat_map(|mask| mask.words));
         let runs = words.len() as u64;
@@ -197,10 +217,14 @@ impl Plan {
             kv_heads,
             page_size: layout.page_size().get(),
             page_count: layout.page_count(),
-            bias_head_stride: if bias_per_head { count("elements of a head's bias", lists.score_pairs)? } else { 0 },
+            bias_head_stride: match extras.bias {
+                Some(bias) if bias.per_head => count("elements of a head's bias", lists.score_pairs)?,
+                _ => 0,
+            },
             page_ids: page_ids as u32,
             masks: masks as u32,
             runs: runs as u32,
+            owners: owners as u32,
             prefill_items,
             prefill_groups: groups(&lists.prefill, "prefill workgroups")?,
             decode_items,
@@ -214,15 +238,26 @@ impl Plan {
             total_q: batch.total_q(),
             layout: *layout,
             tiles: *tiles,
+            extras: *extras,
             score_pairs: lists.score_pairs,
             workspace_bytes: workspace_bytes(lists.states, tiles)?,
+            kv_bytes_read: lists.keys()
+                * u64::from(kv_heads)
+                * 16
+                * layout.row_vectors().map(u64::from).iter().sum::<u64>(),
             chains: lists.chains,
         })
     }
 
-    /// Bytes of partial states that the plan needs; 0 where no sequence is split.
+    /// Bytes of partial states that the plan needs; 0 where no sequence is split and none shares a prefix.
     pub fn workspace_bytes(&self) -> u64 {
         self.workspace_bytes
+    }
+
+    /// Bytes of keys and values that the work items of one layer ask for, padding included: each takes the keys that its
+    /// rows see once for all of them. What the subgroups of a workgroup ask for again is not counted.
+    pub fn kv_bytes_read(&self) -> u64 {
+        self.kv_bytes_read
     }
 
     /// Per sequence, the rounding chains that the error bound needs.
@@ -261,6 +296,7 @@ pub struct DevicePlan {
     pub(crate) params: Params,
     pub(crate) layout: KvLayout,
     pub(crate) tiles: Tiles,
+    pub(crate) extras: Extras,
     pub(crate) total_q: u32,
     pub(crate) score_pairs: u64,
     pub(crate) workspace_bytes: u64,
@@ -280,6 +316,7 @@ impl DevicePlan {
             params: plan.params,
             layout: plan.layout,
             tiles: plan.tiles,
+            extras: plan.extras,
             total_q: plan.total_q,
             score_pairs: plan.score_pairs,
             workspace_bytes: plan.workspace_bytes,
@@ -345,7 +382,16 @@ pub(crate) fn check_rows(total_q: u32, geometry: &HeadGeometry, tiles: &Tiles) -
     count("output vectors", rows_all.saturating_mul((2 * tiles.qk_chunks.max(tiles.v_chunks)).into())).map(|_| ())
 }
 
-/// What a sequence adds to a plan and to its workspace, counted without making the lists.
+/// Checks the lengths of a sequence: a kernel adds to a position a reach to the right of up to all rows and keys.
+fn check_lengths(seq: usize, options: &AttentionOptions, (q_len, kv_len): (u32, u32)) -> Result<(), PlanError> {
+    let right = if options.causal { 0 } else { options.window_right.unwrap_or(0) };
+    match q_len.checked_add(kv_len).and_then(|sum| sum.checked_add(right.min(sum))?.checked_add(1)) {
+        Some(_) => Ok(()),
+        None => Err(PlanError::TooLong { seq, q_len, kv_len }),
+    }
+}
+
+/// What a sequence without shared prefixes adds to a plan and to its workspace, counted without making the lists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SequenceSize {
     /// Words of its record and of its work items; its page ids take a word each beside these.
@@ -366,19 +412,17 @@ impl SequenceSize {
         options: &AttentionOptions,
         (q_len, kv_len): (u32, u32),
     ) -> Result<Self, PlanError> {
-        // A kernel adds to a position a reach to the right of up to all rows and keys.
-        let right = if options.causal { 0 } else { options.window_right.unwrap_or(0) };
-        if q_len.checked_add(kv_len).and_then(|sum| sum.checked_add(right.min(sum))?.checked_add(1)).is_none() {
-            return Err(PlanError::TooLong { seq, q_len, kv_len });
-        }
+        check_lengths(seq, options, (q_len, kv_len))?;
         let rows = q_len * geometry.group();
-        let splits = tiles.splits(geometry, q_len, visible(options, (q_len, kv_len), 0..q_len)).len() as u64;
+        let seen = visible(options, (q_len, kv_len), 0..q_len);
+        let pass = tiles.pass(geometry, q_len, 0..kv_len, seen, false);
+        let splits = pass.splits.len() as u64;
         let (merges, states) = if splits > 1 {
             (rows.div_ceil(tiles.merge_rows), splits * u64::from(rows) * u64::from(geometry.kv_heads()))
         } else {
             (0, 0)
         };
-        let items = splits * u64::from(rows.div_ceil(tiles.tile_rows(geometry, q_len)));
+        let items = splits * u64::from(rows.div_ceil(pass.tile_rows));
         Ok(Self { words: RECORD_WORDS as u64 + ITEM_WORDS as u64 * (items + u64::from(merges)), states })
     }
 }
@@ -392,145 +436,208 @@ fn visible(options: &AttentionOptions, (q_len, kv_len): (u32, u32), rows: Range<
     first.start..last.end.max(first.start)
 }
 
-/// Words of a sequence's record in a plan.
-pub(crate) const RECORD_WORDS: usize = 9;
+/// What they leave of `keys` to some packed rows, of one sequence or of several.
+fn seen(batch: &Batch<'_>, options: &AttentionOptions, rows: &Range<u32>, keys: &Range<u32>) -> Range<u32> {
+    let first = batch.q_indptr.partition_point(|begin| *begin <= rows.start).saturating_sub(1);
+    let spans = batch.q_indptr.iter().zip(batch.q_indptr.iter().skip(1)).zip(batch.kv_len).skip(first);
+    let seen = spans.take_while(|((begin, _), _)| **begin < rows.end).map(|((begin, end), kv_len)| {
+        let own = rows.start.max(*begin) - begin..rows.end.min(*end) - begin;
+        common(&visible(options, (end - begin, *kv_len), own), keys)
+    });
+    seen.filter(|keys| !keys.is_empty()).reduce(|a, b| a.start.min(b.start)..a.end.max(b.end)).unwrap_or(0..0)
+}
+
+/// What two ranges have in common: empty ranges may lie anywhere.
+fn common(a: &Range<u32>, b: &Range<u32>) -> Range<u32> {
+    a.start.max(b.start)..a.end.min(b.end)
+}
+
+/// Words of a record in a plan: of a sequence, or of a shared prefix.
+pub(crate) const RECORD_WORDS: usize = 10;
 
 /// Words of a work item; with a mask, two more.
 pub(crate) const ITEM_WORDS: usize = 4;
 
-/// Rows and keys of a sequence that one workgroup per KV head works on.
+/// In a record in place of the first partial state, where a work item makes the whole result of its rows.
+const NO_STATES: u32 = u32::MAX;
+
+/// Rows of a record, and the keys that one workgroup per KV head takes them through; of a merge, its sources.
 #[derive(Clone, Copy, Debug)]
 struct Item {
-    seq: u32,
+    record: u32,
     first_row: u32,
-    key_begin: u32,
-    key_end: u32,
+    begin: u32,
+    end: u32,
     /// With a mask: its first run, and how many there are.
     first_run: u32,
     runs: u32,
 }
 
 impl Item {
-    fn words(&self, masked: bool) -> impl Iterator<Item = u32> {
-        let words = [self.seq, self.first_row, self.key_begin, self.key_end, self.first_run, self.runs];
+    /// With its range moved by `offset`. Should that pass 32 bits, so do the plan's words, which are counted.
+    fn words(&self, offset: u32, masked: bool) -> impl Iterator<Item = u32> {
+        let [begin, end] = [self.begin, self.end].map(|place| place.wrapping_add(offset));
+        let words = [self.record, self.first_row, begin, end, self.first_run, self.runs];
         words.into_iter().take(if masked { ITEM_WORDS + 2 } else { ITEM_WORDS })
     }
 }
 
+/// Rows that go through the same keys: those of a sequence through its own, or those of several through a prefix.
+struct Part {
+    record: u32,
+    /// Packed query rows.
+    rows: Range<u32>,
+    /// Whose pages are read.
+    seq: usize,
+    /// Whether a row sees a key of it.
+    seen: bool,
+    pass: Pass,
+}
+
+/// What work items are made of.
+struct Step<'a> {
+    batch: &'a Batch<'a>,
+    layout: &'a KvLayout,
+    options: &'a AttentionOptions,
+    extras: &'a Extras,
+    tiles: &'a Tiles,
+    mask: Option<&'a Mask>,
+}
+
+impl Step<'_> {
+    /// What record number `record` stands for.
+    fn part(&self, record: usize, seqs: Range<usize>, keys: Range<u32>, shared: bool) -> Result<Part, PlanError> {
+        let rows = entry(self.batch.q_indptr, seqs.start)..entry(self.batch.q_indptr, seqs.end);
+        let seen = seen(self.batch, self.options, &rows, &keys);
+        check_pages(self.batch, self.layout.page_size(), seqs.start, &seen)?;
+        Ok(Part {
+            record: count("sequences and shared prefixes", record as u64)?,
+            seq: seqs.start,
+            seen: !seen.is_empty(),
+            pass: self.tiles.pass(self.layout.geometry(), rows.end - rows.start, keys, seen, shared),
+            rows,
+        })
+    }
+
+    /// The items of a split, one per tile of rows, and the runs of a mask.
+    fn items(&self, part: &Part, split: u32, runs: &mut Vec<Run>) -> Vec<Item> {
+        let (Part { record, rows, pass, .. }, group) = (part, self.layout.geometry().group());
+        let row_count = (rows.end - rows.start) * group;
+        let split_begin = split * pass.split_keys;
+        let whole = common(&pass.keys, &(split_begin..split_begin.saturating_add(pass.split_keys)));
+        let item = |first_row: u32| {
+            let last_row = first_row.saturating_add(pass.tile_rows - 1).min(row_count - 1);
+            let tile = rows.start + first_row / group..rows.start + last_row / group + 1;
+            let mut keys = seen(self.batch, self.options, &tile, &whole);
+            let first_run = runs.len();
+            if let Some(mask) = self.mask {
+                mask.runs(tile, keys, runs);
+                let own = runs.get(first_run..).unwrap_or_default();
+                keys = own.first().map_or(0, |run| run.begin)..own.last().map_or(0, |run| run.end);
+            }
+            // Without keys an item still belongs to its split.
+            let keys = if keys.is_empty() { split_begin..split_begin } else { keys };
+            let (first_run, runs) = (first_run as u32, (runs.len() - first_run) as u32);
+            Item { record: *record, first_row, begin: keys.start, end: keys.end, first_run, runs }
+        };
+        (0..row_count).step_by(pass.tile_rows as usize).map(item).collect()
+    }
+}
+
+fn entry(indptr: &[u32], index: usize) -> u32 {
+    indptr.get(index).copied().unwrap_or(0)
+}
+
+/// What becomes of the rows of a part.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Fate {
+    /// Each work item makes its rows' results.
+    Results,
+    /// Work items leave partial states, which are merged.
+    States,
+    /// There is nothing to do: all that the rows see is in their prefixes.
+    Nothing,
+}
+
+#[derive(Default)]
 struct WorkLists {
-    sequences: Vec<[u32; RECORD_WORDS]>,
+    /// Of the sequences, then of the shared prefixes.
+    records: Vec<[u32; RECORD_WORDS]>,
     prefill: Vec<Item>,
     decode: Vec<Item>,
     merge: Vec<Item>,
     runs: Vec<Run>,
-    words: u64,
+    /// Where prefixes may be shared: of every merged sequence the records whose states are folded, in order; and of
+    /// every packed query row its sequence.
+    sources: Vec<u32>,
+    owners: Vec<u32>,
     states: u64,
+    mask_words: u64,
     /// Pairs of a query row and a key of its sequence.
     score_pairs: u64,
     chains: Vec<Chains>,
 }
 
 impl WorkLists {
-    fn new(
-        batch: &Batch<'_>,
-        layout: &KvLayout,
-        options: &AttentionOptions,
-        tiles: &Tiles,
-        mask: Option<&Mask>,
-    ) -> Result<Self, PlanError> {
-        let geometry = layout.geometry();
-        let group = geometry.group();
-        check_rows(batch.total_q(), geometry, tiles)?;
-        let mut lists = Self {
-            sequences: Vec::with_capacity(batch.seqs()),
-            prefill: Vec::new(),
-            decode: Vec::new(),
-            merge: Vec::new(),
-            runs: Vec::new(),
-            words: 0,
-            states: 0,
-            score_pairs: 0,
-            chains: Vec::with_capacity(batch.seqs()),
-        };
-        let mut mask_words = 0_u64;
-        let spans = batch.q_indptr.iter().zip(batch.q_indptr.iter().skip(1));
-        for (index, ((q_begin, q_end), (page_begin, kv_len))) in
-            spans.zip(batch.page_indptr.iter().zip(batch.kv_len)).enumerate()
-        {
-            let (seq, q_len, kv_len) = (count("sequences", index as u64)?, q_end - q_begin, *kv_len);
-            let lengths = (q_len, kv_len);
-            let size = SequenceSize::new(index, geometry, tiles, options, lengths)?;
-            let rows = q_len * group;
-            let seen = visible(options, lengths, 0..q_len);
-            check_pages(batch, layout.page_size(), index, &seen)?;
-            let split_keys = tiles.split_keys(geometry, q_len);
-            let splits = tiles.splits(geometry, q_len, seen);
-            lists.sequences.push([
-                *q_begin,
-                q_len,
-                kv_len,
-                *page_begin,
-                lists.states as u32,
-                splits.len() as u32,
-                splits.start,
-                mask_words as u32,
-                lists.score_pairs as u32,
-            ]);
-            lists.score_pairs += u64::from(q_len) * u64::from(kv_len);
-            lists.words += size.words;
-            lists.states += size.states;
-            // Records hold in 32 bits how many states lie before a sequence's own.
-            workspace_bytes(lists.states, tiles)?;
-            lists.chains.push(tiles.chains(geometry, q_len, kv_len).scaled(layout.dtypes().has_scales()));
-            let decodes = Tiles::decodes(q_len, group);
-            let tile_rows = tiles.tile_rows(geometry, q_len);
-            for split in splits.clone() {
-                let split_begin = split * split_keys;
-                let split_end = kv_len.min(split_begin.saturating_add(split_keys));
-                for first_row in (0..rows).step_by(tile_rows as usize) {
-                    let last_row = first_row.saturating_add(tile_rows - 1).min(rows - 1);
-                    let tokens = first_row / group..last_row / group + 1;
-                    let seen = visible(options, lengths, tokens.clone());
-                    let mut keys = seen.start.max(split_begin)..seen.end.min(split_end);
-                    let first_run = lists.runs.len();
-                    if let Some(mask) = mask {
-                        mask.runs(mask_words as usize, kv_len, tokens, keys, &mut lists.runs);
-                        let own = lists.runs.get(first_run..).unwrap_or_default();
-                        keys = own.first().map_or(0, |run| run.begin)..own.last().map_or(0, |run| run.end);
-                    }
-                    // Without keys an item still belongs to its split.
-                    let keys = if keys.is_empty() { split_begin..split_begin } else { keys };
-                    let item = Item {
-                        seq,
-                        first_row,
-                        key_begin: keys.start,
-                        key_end: keys.end,
-                        first_run: first_run as u32,
-                        runs: (lists.runs.len() - first_run) as u32,
-                    };
-                    if decodes { &mut lists.decode } else { &mut lists.prefill }.push(item);
-                }
-            }
-            mask_words += u64::from(q_len) * u64::from(kv_len.div_ceil(32));
-            let splits = splits.len();
-            if splits > 1 {
-                let starts = (0..rows).step_by(tiles.merge_rows as usize);
-                lists.merge.extend(starts.map(|first_row| Item {
-                    seq,
-                    first_row,
-                    key_begin: 0,
-                    key_end: kv_len,
-                    first_run: 0,
-                    runs: 0,
-                }));
-            }
+    fn new(step: &Step<'_>, levels: &Levels) -> Result<Self, PlanError> {
+        let Step { batch, layout, options, extras, tiles, .. } = step;
+        check_rows(batch.total_q(), layout.geometry(), tiles)?;
+        for (seq, kv_len) in batch.kv_len.iter().copied().enumerate() {
+            let q_len = entry(batch.q_indptr, seq + 1) - entry(batch.q_indptr, seq);
+            check_lengths(seq, options, (q_len, kv_len))?;
         }
-        // Records hold in 32 bits where a sequence's mask and bias begin.
-        count("words of masks", mask_words)?;
+        // Prefixes of which somebody sees something.
+        let mut prefixes: Vec<Option<Part>> = Vec::with_capacity(levels.levels.len());
+        let mut record = batch.seqs();
+        for level in &levels.levels {
+            let part = step.part(record, level.seqs.clone(), level.keys.clone(), true)?;
+            record += usize::from(part.seen);
+            prefixes.push(part.seen.then_some(part));
+        }
+        let mut lists = Self::default();
+        for (seq, kv_len) in batch.kv_len.iter().copied().enumerate() {
+            let own = step.part(seq, seq..seq + 1, levels.own_begin(seq)..kv_len, false)?;
+            let around = levels.around(seq).into_iter().filter_map(|level| prefixes.get(level)?.as_ref());
+            let mut sources: Vec<&Part> = around.collect();
+            let fate = match (sources.is_empty(), own.seen) {
+                // Rows that see nothing have a result too.
+                (true, _) if own.pass.splits.len() == 1 => Fate::Results,
+                (false, false) => Fate::Nothing,
+                _ => Fate::States,
+            };
+            if fate != Fate::Nothing {
+                sources.push(&own);
+            }
+            let chains = tiles.chains(sources.iter().map(|part| &part.pass));
+            lists.chains.push(chains.scaled(layout.dtypes().has_scales()));
+            if extras.shared_prefixes {
+                lists.owners.extend(own.rows.clone().map(|_| own.record));
+            }
+            if fate != Fate::Results {
+                let begin = lists.sources.len() as u32;
+                if extras.shared_prefixes {
+                    lists.sources.extend(sources.iter().map(|part| part.record));
+                }
+                let end = lists.sources.len() as u32;
+                let rows = (own.rows.end - own.rows.start) * layout.geometry().group();
+                let starts = (0..rows).step_by(tiles.merge_rows as usize);
+                let item = Item { record: own.record, first_row: 0, begin, end, first_run: 0, runs: 0 };
+                lists.merge.extend(starts.map(|first_row| Item { first_row, ..item }));
+            }
+            lists.push(step, &own, kv_len, fate)?;
+            let q_len = u64::from(own.rows.end - own.rows.start);
+            lists.mask_words += q_len * u64::from(kv_len.div_ceil(32));
+            lists.score_pairs += q_len * u64::from(kv_len);
+        }
+        // Records hold in 32 bits what lies before their own.
+        count("words of masks", lists.mask_words)?;
         count("pairs of query row and key", lists.score_pairs)?;
+        for part in prefixes.iter().flatten() {
+            lists.push(step, part, part.pass.keys.end, Fate::States)?;
+        }
         count("words of runs", lists.runs.len() as u64 * 3)?;
         // The sort is stable, so the order is the same on every machine.
-        lists.prefill.sort_by_key(|item| std::cmp::Reverse(item.key_end - item.key_begin));
+        lists.prefill.sort_by_key(|item| std::cmp::Reverse(item.end - item.begin));
         if tiles.prefill.order == ItemOrder::Alternating {
             let large = lists.prefill.len().div_ceil(2);
             let small = lists.prefill.split_off(large);
@@ -538,6 +645,37 @@ impl WorkLists {
             lists.prefill = lists.prefill.into_iter().flat_map(|item| [Some(item), small.next()]).flatten().collect();
         }
         Ok(lists)
+    }
+
+    /// Keys of all work items, of one KV head.
+    fn keys(&self) -> u64 {
+        self.prefill.iter().chain(&self.decode).map(|item| u64::from(item.end - item.begin)).sum()
+    }
+
+    /// Adds the record and the work items of a part.
+    fn push(&mut self, step: &Step<'_>, part: &Part, kv_len: u32, fate: Fate) -> Result<(), PlanError> {
+        let (geometry, q_len) = (step.layout.geometry(), part.rows.end - part.rows.start);
+        let splits = if fate == Fate::Nothing { 0..0 } else { part.pass.splits.clone() };
+        self.records.push([
+            part.rows.start,
+            q_len,
+            kv_len,
+            entry(step.batch.page_indptr, part.seq),
+            if fate == Fate::States { self.states as u32 } else { NO_STATES },
+            splits.len() as u32,
+            splits.start,
+            part.pass.split_keys,
+            self.mask_words as u32,
+            self.score_pairs as u32,
+        ]);
+        if fate == Fate::States {
+            let rows = u64::from(q_len) * u64::from(geometry.q_heads());
+            self.states += splits.len() as u64 * rows;
+        }
+        workspace_bytes(self.states, step.tiles)?;
+        let list = if part.pass.decodes { &mut self.decode } else { &mut self.prefill };
+        list.extend(splits.flat_map(|split| step.items(part, split, &mut self.runs)));
+        Ok(())
     }
 }
 

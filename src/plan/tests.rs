@@ -1,11 +1,14 @@
 //! The plan against a naive count of what there is to do.
 
 use std::collections::HashMap;
+use std::ops::Range;
 
 use proptest::prelude::*;
 
-use super::{PARAMS_BYTES, Plan, RECORD_WORDS, SequenceSize, state_bytes};
-use crate::batch::Batch;
+use super::{NO_STATES, PARAMS_BYTES, Plan, PlanError, RECORD_WORDS, SequenceSize, SharedPrefix, state_bytes};
+use super::{SharedPrefixError, common};
+use crate::attention::Extras;
+use crate::batch::{Batch, NO_PAGE};
 use crate::case::AttentionOptions;
 use crate::geometry::{Dtype, HeadGeometry, PageSize};
 use crate::kernels::{AdapterFacts, ItemOrder, PrefillVariant, SPLIT_KEYS, SUBGROUP_SIZES, Tiles, Variants};
@@ -23,6 +26,7 @@ struct Owned {
     page_count: u32,
     /// `(q_len, kv_len, page ids)` of each sequence.
     seqs: Vec<(u32, u32, Vec<u32>)>,
+    prefixes: Vec<SharedPrefix>,
 }
 
 impl Owned {
@@ -39,7 +43,18 @@ impl Owned {
     }
 
     fn plan(&self) -> Plan {
+        self.try_plan().unwrap()
+    }
+
+    fn try_plan(&self) -> Result<Plan, PlanError> {
         let layout = KvLayout::new(self.geometry, Dtype::F16, self.page_size, self.page_count).unwrap();
+        let extras = Extras { shared_prefixes: !self.prefixes.is_empty(), ..Extras::NONE };
+        self.with_batch(|batch| {
+            Plan::new(batch, &layout, &self.options(), &extras, &self.tiles(), &self.prefixes, None)
+        })
+    }
+
+    fn with_batch<T>(&self, work: impl FnOnce(&Batch<'_>) -> T) -> T {
         let sums = |length: fn(&(u32, u32, Vec<u32>)) -> u32| {
             let ends = self.seqs.iter().scan(0, |sum, seq| {
                 *sum += length(seq);
@@ -47,20 +62,72 @@ impl Owned {
             });
             std::iter::once(0).chain(ends).collect::<Vec<u32>>()
         };
-        let page_ids = self.seqs.iter().flat_map(|(.., pages)| pages.iter().copied()).collect::<Vec<_>>();
-        let kv_len = self.seqs.iter().map(|(_, kv_len, _)| *kv_len).collect::<Vec<_>>();
-        let batch = Batch {
+        work(&Batch {
             q_indptr: &sums(|seq| seq.0),
             page_indptr: &sums(|seq| seq.2.len() as u32),
-            page_ids: &page_ids,
-            kv_len: &kv_len,
-        };
-        Plan::new(&batch, &layout, &self.options(), &self.tiles(), None, false).unwrap()
+            page_ids: &self.page_ids(),
+            kv_len: &self.seqs.iter().map(|(_, kv_len, _)| *kv_len).collect::<Vec<_>>(),
+        })
+    }
+
+    fn page_ids(&self) -> Vec<u32> {
+        self.seqs.iter().flat_map(|(.., pages)| pages.iter().copied()).collect()
+    }
+
+    /// Keys that a packed query row sees.
+    fn visible(&self, packed_row: u32) -> Range<u32> {
+        let mut begin = 0;
+        for (q_len, kv_len, _) in &self.seqs {
+            if packed_row < begin + q_len {
+                return self.options().visible(*q_len, *kv_len, packed_row - begin);
+            }
+            begin += q_len;
+        }
+        panic!("there is no row {packed_row}");
+    }
+
+    /// Declares prefixes drawn by `number`, and makes their members share the pages.
+    fn share(&mut self, number: &mut impl FnMut(u32) -> u32) {
+        let mut prefixes = Vec::new();
+        self.draw(0..self.seqs.len(), 0, number, &mut prefixes);
+        for SharedPrefix { seqs, tokens } in &prefixes {
+            let pages = self.page_size.pages_for(*tokens) as usize;
+            let shared = self.seqs[seqs.start].2[..pages].to_vec();
+            for (.., own) in &mut self.seqs[seqs.clone()] {
+                own[..pages].copy_from_slice(&shared);
+            }
+        }
+        self.prefixes = prefixes;
+    }
+
+    /// Prefixes of more than `tokens` tokens inside `seqs`, outer ones first.
+    fn draw(
+        &self,
+        seqs: Range<usize>,
+        tokens: u32,
+        number: &mut impl FnMut(u32) -> u32,
+        prefixes: &mut Vec<SharedPrefix>,
+    ) {
+        let mut start = seqs.start;
+        while start < seqs.end {
+            let end = start + 1 + number((seqs.end - start) as u32) as usize;
+            let shortest = self.seqs[start..end].iter().map(|(_, kv_len, _)| *kv_len).min().unwrap();
+            if shortest > tokens && number(4) > 0 {
+                let longer = match number(3) {
+                    0 => shortest,
+                    1 => (tokens / 256 * 256 + 256).min(shortest),
+                    _ => tokens + 1 + number(shortest - tokens),
+                };
+                prefixes.push(SharedPrefix { seqs: start..end, tokens: longer });
+                self.draw(start..end, longer, number, prefixes);
+            }
+            start = end;
+        }
     }
 }
 
 /// Sequences around the sizes at which something changes: rows of a tile, keys of a split, the choice of the kernel.
-fn batch() -> impl Strategy<Value = Owned> {
+fn batch(shares: impl Strategy<Value = bool>) -> impl Strategy<Value = Owned> {
     let q_len = prop_oneof![Just(1_u32), Just(0), 2_u32..20, 14_u32..70, 100_u32..300];
     let kv_len = prop_oneof![Just(0_u32), 1_u32..40, 250_u32..260, 500_u32..520, 0_u32..3000];
     let heads = (1_u32..5, prop_oneof![1_u32..5, 5_u32..40], 1_u32..577, 1_u32..513);
@@ -70,25 +137,32 @@ fn batch() -> impl Strategy<Value = Owned> {
     let lengths = prop::collection::vec((q_len, kv_len, 0_u32..3), 0..9);
     let prefill_split_keys = prop_oneof![Just(u32::MAX), Just(128), Just(1024)];
     let reach = || prop::option::of(prop_oneof![0_u32..20, 200_u32..700, Just(u32::MAX)]);
-    let others = (any::<bool>(), (reach(), reach()), prefill_split_keys, 1_u32..70, any::<u32>());
+    let others = (any::<bool>(), (reach(), reach()), prefill_split_keys, 1_u32..70, any::<u32>(), shares);
     (lengths, heads, facts, others).prop_map(|(lengths, (kv_heads, group, head_dim, v_head_dim), facts, others)| {
-        let (causal, window, prefill_split_keys, page_size, seed) = others;
+        let (causal, window, prefill_split_keys, page_size, seed, shares) = others;
         let geometry = HeadGeometry::with_v_head_dim(kv_heads * group, kv_heads, head_dim, v_head_dim).unwrap();
         let page_size = PageSize::new(page_size).unwrap();
         let page_count = 50;
-        let mut page = seed;
+        let mut state = seed;
+        let mut number = |below: u32| {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (state >> 16) % below
+        };
         let seqs = lengths
             .into_iter()
             .map(|(q_len, kv_len, surplus)| {
-                let pages = (0..page_size.pages_for(kv_len) + surplus).map(|_| {
-                    // Any ids will do, shared ones included.
-                    page = page.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-                    (page >> 16) % page_count
-                });
+                // Any ids will do, shared ones included.
+                let pages = (0..page_size.pages_for(kv_len) + surplus).map(|_| number(page_count));
                 (q_len, kv_len, pages.collect())
             })
             .collect();
-        Owned { geometry, facts, causal, window, prefill_split_keys, page_size, page_count, seqs }
+        let prefixes = Vec::new();
+        let mut batch =
+            Owned { geometry, facts, causal, window, prefill_split_keys, page_size, page_count, seqs, prefixes };
+        if shares {
+            batch.share(&mut number);
+        }
+        batch
     })
 }
 
@@ -100,36 +174,49 @@ fn items(plan: &Plan, start: u32, groups: u32) -> Vec<[u32; 4]> {
     words.chunks_exact(4).map(|item| item.try_into().unwrap()).collect()
 }
 
-/// What happens to each row of a plan's sequences: the key ranges that workgroups take it through, and merges.
-#[derive(Default)]
-struct Row {
-    prefill: Vec<(u32, u32)>,
-    decode: Vec<(u32, u32)>,
-    merges: u32,
+/// A record of a plan.
+#[derive(Clone, Copy, Debug)]
+struct Record {
+    q_begin: u32,
+    q_len: u32,
+    partial_begin: u32,
+    splits: u32,
+    first_split: u32,
+    split_keys: u32,
 }
 
+fn record(plan: &Plan, index: u32) -> Record {
+    let [q_begin, q_len, _, _, partial_begin, splits, first_split, split_keys, ..] =
+        plan.words[RECORD_WORDS * index as usize..][..RECORD_WORDS]
+    else {
+        unreachable!()
+    };
+    Record { q_begin, q_len, partial_begin, splits, first_split, split_keys }
+}
+
+/// Does what the kernels do, with ranges of keys in the place of arithmetic.
 fn check(batch: &Owned) {
-    let (plan, tiles, options) = (batch.plan(), batch.tiles(), batch.options());
-    let (params, group) = (&plan.params, batch.geometry.group());
-    let lists = [
-        (items(&plan, params.prefill_items, params.prefill_groups), tiles.prefill_rows()),
-        (items(&plan, params.decode_items, params.decode_groups), tiles.decode_rows),
-        (items(&plan, params.merge_items, params.merge_groups), tiles.merge_rows),
-    ];
+    let (plan, tiles) = (batch.plan(), batch.tiles());
+    let (params, group, kv_heads) = (&plan.params, batch.geometry.group(), batch.geometry.kv_heads());
+    let [prefill, decode, merge] = [
+        (params.prefill_items, params.prefill_groups),
+        (params.decode_items, params.decode_groups),
+        (params.merge_items, params.merge_groups),
+    ]
+    .map(|(start, groups)| items(&plan, start, groups));
     // The parts follow one another, and nothing is left over.
-    let mut end = RECORD_WORDS as u32 * batch.seqs.len() as u32;
-    let starts = [params.prefill_items, params.decode_items, params.merge_items, params.page_ids];
+    let total_q = batch.seqs.iter().map(|seq| seq.0).sum::<u32>();
+    assert_eq!(plan.total_q(), total_q);
+    let owners = if batch.prefixes.is_empty() { 0 } else { total_q };
+    assert_eq!(params.prefill_items, params.owners + owners);
+    assert_eq!(params.decode_items, params.prefill_items + 4 * prefill.len() as u32);
+    assert_eq!(params.merge_items, params.decode_items + 4 * decode.len() as u32);
+    assert_eq!(params.masks, params.merge_items + 4 * merge.len() as u32);
     assert_eq!(params.masks, params.page_ids);
-    for (i, start) in starts.into_iter().enumerate() {
-        assert_eq!(start, end);
-        end += lists.get(i).map_or(0, |(items, _)| 4 * items.len() as u32);
-    }
-    let page_ids: Vec<u32> = batch.seqs.iter().flat_map(|(.., pages)| pages.iter().copied()).collect();
-    assert_eq!(plan.words[end as usize..], page_ids);
+    assert_eq!(plan.words[params.page_ids as usize..], batch.page_ids());
     assert_eq!(plan.device_bytes(), PARAMS_BYTES + 4 * (plan.words.len().max(1) as u64));
-    assert_eq!(plan.total_q(), batch.seqs.iter().map(|seq| seq.0).sum::<u32>());
-    let sizes: Vec<u32> = lists[0].0.iter().map(|item| item[3] - item[2]).collect();
-    match batch.tiles().prefill.order {
+    let sizes: Vec<u32> = prefill.iter().map(|item| item[3] - item[2]).collect();
+    match tiles.prefill.order {
         ItemOrder::LargeFirst => assert!(sizes.is_sorted_by(|a, b| a >= b)),
         // The large half falls at even places, the small half rises between.
         ItemOrder::Alternating => {
@@ -139,89 +226,119 @@ fn check(batch: &Owned) {
         }
     }
 
-    let mut rows: HashMap<(u32, u32), Row> = HashMap::new();
-    for (kind, (items, tile_rows)) in lists.iter().enumerate() {
-        for &[seq, first_row, key_begin, key_end] in items {
-            let (q_len, kv_len, _) = &batch.seqs[seq as usize];
-            let row_count = q_len * group;
-            assert!(first_row < row_count && key_begin <= key_end && key_end <= *kv_len);
-            for row in first_row..(first_row + tile_rows).min(row_count) {
-                let row = rows.entry((seq, row)).or_default();
-                match kind {
-                    0 => row.prefill.push((key_begin, key_end)),
-                    1 => row.decode.push((key_begin, key_end)),
-                    _ => row.merges += 1,
-                }
+    // By tile row of the whole call, and by index of KV head 0's state: the keys taken in.
+    let mut results: HashMap<u32, Vec<Range<u32>>> = HashMap::new();
+    let mut states: HashMap<u32, Range<u32>> = HashMap::new();
+    for (items, tile_rows) in [(&prefill, tiles.prefill_rows()), (&decode, tiles.decode_rows)] {
+        for &[index, first_row, begin, end] in items {
+            let record = record(&plan, index);
+            let row_count = record.q_len * group;
+            let split = (begin / record.split_keys).checked_sub(record.first_split).unwrap();
+            assert!(first_row < row_count && begin <= end && split < record.splits);
+            assert!(end <= begin / record.split_keys * record.split_keys + record.split_keys || end == begin);
+            let rows = first_row..(first_row + tile_rows).min(row_count);
+            let seen = rows.clone().map(|row| common(&batch.visible(record.q_begin + row / group), &(begin..end)));
+            let seen: Vec<_> = seen.collect();
+            // Not a key at the ends that no row of the tile sees.
+            let hull = seen.iter().filter(|keys| !keys.is_empty());
+            let hull = hull.cloned().reduce(|a, b| a.start.min(b.start)..a.end.max(b.end));
+            assert!(begin == end || hull == Some(begin..end), "{hull:?} of {begin}..{end}");
+            for (row, keys) in rows.zip(seen) {
+                let before = if record.partial_begin == NO_STATES {
+                    results.insert(record.q_begin * group + row, vec![keys]).is_some()
+                } else {
+                    states.insert(record.partial_begin + split * kv_heads * row_count + row, keys).is_some()
+                };
+                assert!(!before, "row {row} of record {index} is written twice");
             }
         }
     }
+    let all_states = states.len() as u64 * u64::from(kv_heads);
+    assert!(states.keys().all(|index| u64::from(*index) < all_states));
+    assert_eq!(plan.workspace_bytes(), all_states * state_bytes(&tiles));
+    for &[index, first_row, begin, end] in &merge {
+        let own = record(&plan, index);
+        let sources = match batch.prefixes.as_slice() {
+            [] => vec![index],
+            _ => plan.words[begin as usize..end as usize].to_vec(),
+        };
+        assert!(end <= params.owners && first_row < own.q_len * group);
+        for row in first_row..(first_row + tiles.merge_rows).min(own.q_len * group) {
+            let parts = sources.iter().flat_map(|source| {
+                let source = record(&plan, *source);
+                let first = source.partial_begin + (own.q_begin - source.q_begin) * group + row;
+                (0..source.splits).map(move |split| first + split * kv_heads * source.q_len * group)
+            });
+            // A state is of one row, and is folded once.
+            let parts: Vec<_> = parts.map(|state| states.remove(&state).unwrap()).collect();
+            let chains = plan.chains()[index as usize];
+            assert!(parts.len() == 1 || chains.accumulate as usize > 2 * parts.len());
+            assert!(results.insert(own.q_begin * group + row, parts).is_none(), "row {row} is merged twice");
+        }
+    }
+    assert!(states.is_empty(), "states that nobody folds: {states:?}");
+    // Every row has met each key that it sees once, in order, and no other.
+    for row in 0..total_q * group {
+        let met = results.remove(&row).expect("a row without a result");
+        let visible = batch.visible(row / group);
+        let end = met.iter().filter(|keys| !keys.is_empty()).fold(visible.start, |end, keys| {
+            assert_eq!(keys.start, end, "row {row} meets {met:?}, and sees {visible:?}");
+            keys.end
+        });
+        assert_eq!(end, if visible.is_empty() { visible.start } else { visible.end });
+    }
+    assert!(results.is_empty(), "results of rows that do not exist");
 
-    let mut counted = SequenceSize { words: page_ids.len() as u64, states: 0 };
-    let (mut q_begin, mut page_begin, mut states, mut mask_words, mut pairs) = (0, 0, 0, 0, 0);
+    let mut counted = SequenceSize { words: batch.page_ids().len() as u64, states: 0 };
+    let (mut q_begin, mut page_begin, mut mask_words, mut pairs) = (0, 0, 0, 0);
     for (seq, (q_len, kv_len, pages)) in (0_u32..).zip(&batch.seqs) {
+        let words = &plan.words[RECORD_WORDS * seq as usize..][..RECORD_WORDS];
+        assert_eq!(words[..4], [q_begin, *q_len, *kv_len, page_begin]);
+        assert_eq!(words[8..], [mask_words, pairs]);
+        assert!((q_begin..q_begin + q_len).all(|row| owners == 0 || plan.words[(params.owners + row) as usize] == seq));
         let decodes = *q_len == 1 || q_len * group <= 16;
-        let split_keys = if decodes { SPLIT_KEYS } else { tiles.prefill.split_keys };
-        let visible = |row: u32| options.visible(*q_len, *kv_len, row / group);
-        // Splits from the first to the last that holds a key which any row sees.
-        let seen: Vec<_> = (0..q_len * group).map(visible).filter(|keys| !keys.is_empty()).collect();
-        let begin = seen.iter().map(|keys| keys.start).min().unwrap_or(0);
-        let end = seen.iter().map(|keys| keys.end).max().unwrap_or(0);
-        let first_split = begin / split_keys;
-        let splits = (end.div_ceil(split_keys) - first_split).max(1);
-        let record = [q_begin, *q_len, *kv_len, page_begin, states, splits, first_split, mask_words, pairs];
-        assert_eq!(plan.words[RECORD_WORDS * seq as usize..][..RECORD_WORDS], record);
-        let size = SequenceSize::new(seq as usize, &batch.geometry, &tiles, &options, (*q_len, *kv_len)).unwrap();
+        assert_eq!(words[7], if decodes { SPLIT_KEYS } else { tiles.prefill.split_keys });
+        let own = if decodes { &prefill } else { &decode };
+        assert!(own.iter().all(|item| item[0] != seq), "the other kernel takes it");
+        let size =
+            SequenceSize::new(seq as usize, &batch.geometry, &tiles, &batch.options(), (*q_len, *kv_len)).unwrap();
         counted = SequenceSize { words: counted.words + size.words, states: counted.states + size.states };
         q_begin += q_len;
         page_begin += pages.len() as u32;
         mask_words += q_len * kv_len.div_ceil(32);
         pairs += q_len * kv_len;
-        if splits > 1 {
-            states += splits * q_len * group * batch.geometry.kv_heads();
-        }
-        assert_eq!(plan.chains()[seq as usize], tiles.chains(&batch.geometry, *q_len, *kv_len));
-        for row in 0..q_len * group {
-            let Row { prefill, decode, merges } = rows.remove(&(seq, row)).expect("a row that nobody works on");
-            let (mut found, other) = if decodes { (decode, prefill) } else { (prefill, decode) };
-            assert!(other.is_empty());
-            found.sort_unstable();
-            // Not a key more than any row of the tile sees, and each of them.
-            let tile_rows = if decodes { tiles.decode_rows } else { tiles.prefill_rows() };
-            let tile = row / tile_rows * tile_rows;
-            let (first, last) = (visible(tile), visible((tile + tile_rows).min(q_len * group) - 1));
-            let (begin, end) = (first.start, last.end);
-            assert!(visible(row).is_empty() || (begin <= visible(row).start && visible(row).end <= end));
-            // One range per split, cut from it, without gap or overlap: each visible key once.
-            let expected = (first_split..first_split + splits).map(|split| {
-                let whole = split * split_keys..(split * split_keys).saturating_add(split_keys);
-                let keys = (begin.max(whole.start), end.min(whole.end));
-                if keys.0 < keys.1 { keys } else { (whole.start, whole.start) }
-            });
-            assert_eq!(found, expected.collect::<Vec<_>>());
-            assert_eq!(merges, u32::from(splits > 1), "merged once, and only what was split");
-        }
+        // A step of the bound is a part of every kernel's step, and none lies on both sides of a prefix's end.
+        let chains = plan.chains()[seq as usize];
+        let around = batch.prefixes.iter().filter(|prefix| prefix.seqs.contains(&(seq as usize)));
+        let step = if decodes { SPLIT_KEYS } else { tiles.prefill.step_keys };
+        assert!(step.is_multiple_of(chains.step_keys));
+        let seen = (0..*q_len).map(|row| batch.options().visible(*q_len, *kv_len, row)).filter(|keys| !keys.is_empty());
+        let end = seen.map(|keys| keys.end).max().unwrap_or(0);
+        let mut ends = around.map(|prefix| prefix.tokens).filter(|tokens| *tokens < end);
+        assert!(batch.window.0.is_some() || ends.all(|tokens| tokens.is_multiple_of(chains.step_keys)));
     }
-    assert!(rows.is_empty(), "work on rows that do not exist");
-    assert_eq!(plan.workspace_bytes(), u64::from(states) * state_bytes(&tiles));
-    assert_eq!(counted, SequenceSize { words: plan.words.len() as u64, states: states.into() });
+    assert_eq!(plan.score_pairs, u64::from(pairs));
+    if batch.prefixes.is_empty() {
+        assert_eq!(counted, SequenceSize { words: plan.words.len() as u64, states: all_states });
+    }
 }
 
 proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn every_row_meets_every_visible_key_once(batch in batch()) {
+    fn every_row_meets_every_visible_key_once(batch in batch(any::<bool>())) {
         check(&batch);
     }
 
     #[test]
-    fn the_same_batch_gives_the_same_plan(batch in batch()) {
+    fn the_same_batch_gives_the_same_plan(batch in batch(any::<bool>())) {
         prop_assert_eq!(batch.plan(), batch.clone().plan());
     }
 
     /// Neighbours and their order change nothing for a sequence: the same items, splits and chains.
     #[test]
-    fn a_sequence_is_planned_alike_in_every_batch(batch in batch(), turn in 0_usize..9) {
+    fn a_sequence_is_planned_alike_in_every_batch(batch in batch(Just(false)), turn in 0_usize..9) {
         let mut turned = batch.clone();
         if !turned.seqs.is_empty() {
             let turn = turn % turned.seqs.len();
@@ -233,30 +350,230 @@ proptest! {
         let alone = |seq: &(u32, u32, Vec<u32>)| Owned { seqs: vec![seq.clone()], ..batch.clone() }.plan();
         for (batch, plan) in [(&batch, &plan), (&turned, &other)] {
             for (index, seq) in batch.seqs.iter().enumerate() {
-                prop_assert_eq!(of_sequence(plan, index), of_sequence(&alone(seq), 0));
+                prop_assert_eq!(of_record(plan, index), of_record(&alone(seq), 0));
+                prop_assert_eq!(plan.chains()[index], alone(seq).chains()[0]);
             }
+        }
+    }
+
+    /// Nor do they for sequences that share prefixes, and for these.
+    #[test]
+    fn shared_prefixes_are_planned_alike_beside_others(batch in batch(Just(true))) {
+        let (mut beside, seqs) = (batch.clone(), batch.seqs.len());
+        beside.seqs.insert(0, (5, 300, vec![0; 300]));
+        beside.seqs.push((70, 20, vec![1; 20]));
+        for SharedPrefix { seqs, .. } in &mut beside.prefixes {
+            *seqs = seqs.start + 1..seqs.end + 1;
+        }
+        let (plan, other) = (batch.plan(), beside.plan());
+        for index in 0..seqs {
+            prop_assert_eq!(of_record(&plan, index), of_record(&other, index + 1));
+        }
+        prop_assert_eq!(plan.chains(), &other.chains()[1..=seqs]);
+        let records = |plan: &Plan, merges: u32| {
+            let items = items(plan, plan.params.merge_items, merges);
+            items.iter().map(|item| item[2]).min().unwrap_or(plan.params.owners) as usize / RECORD_WORDS
+        };
+        if !batch.prefixes.is_empty() {
+            let prefixes = records(&plan, plan.params.merge_groups) - seqs;
+            prop_assert_eq!(prefixes, records(&other, other.params.merge_groups) - seqs - 2);
+            for index in 0..prefixes {
+                prop_assert_eq!(of_record(&plan, seqs + index), of_record(&other, seqs + 2 + index));
+            }
+        }
+    }
+
+    /// What is found is what pages in common say, and can be declared.
+    #[test]
+    fn prefixes_are_found_by_their_pages(batch in batch(Just(true)), tokens_min in 0_u32..300) {
+        let page = batch.page_size.get();
+        let [all, long] = [0, tokens_min].map(|min| batch.with_batch(|b| b.shared_prefixes(batch.page_size, min)));
+        let in_common = |i: usize| {
+            let [(_, a_len, a), (_, b_len, b)] = [&batch.seqs[i], &batch.seqs[i + 1]];
+            (0..*a_len.min(b_len)).take_while(|token| a[(token / page) as usize] == b[(token / page) as usize]).count()
+        };
+        for i in 1..batch.seqs.len() {
+            let both = all.iter().filter(|prefix| prefix.seqs.contains(&(i - 1)) && prefix.seqs.contains(&i));
+            prop_assert_eq!(both.map(|prefix| prefix.tokens as usize).max().unwrap_or(0), in_common(i - 1));
+        }
+        prop_assert!(all.iter().all(|prefix| prefix.seqs.len() > 1));
+        for (index, prefix) in long.iter().enumerate() {
+            prop_assert!(all.contains(prefix));
+            let around = long[..index].iter().filter(|outer| outer.seqs.end >= prefix.seqs.end).map(|outer| outer.tokens);
+            prop_assert!(prefix.tokens >= around.max().unwrap_or(0) + tokens_min);
+        }
+        for prefixes in [all, long] {
+            check(&Owned { prefixes, ..batch.clone() });
         }
     }
 }
 
-/// All that a plan says of one sequence, but for where its rows, pages and states lie.
-fn of_sequence(plan: &Plan, index: usize) -> (Vec<u32>, [Vec<[u32; 3]>; 3], crate::Chains) {
+/// All that a plan says of one record, but for where its rows, pages and states lie, and of which records it is merged.
+fn of_record(plan: &Plan, index: usize) -> (Vec<u32>, [Vec<[u32; 3]>; 3]) {
     let record = &plan.words[RECORD_WORDS * index..][..RECORD_WORDS];
     let (page_begin, params) = (record[3] as usize, &plan.params);
     let pages = params.page_ids as usize + page_begin;
     let first_page = plan.words.get(pages).copied().filter(|_| record[2] > 0);
-    let numbers = [record[1], record[2], record[5], record[6]].into_iter().chain(first_page).collect();
-    let lists = [
-        (params.prefill_items, params.prefill_groups),
-        (params.decode_items, params.decode_groups),
-        (params.merge_items, params.merge_groups),
-    ]
-    .map(|(start, groups)| {
-        let own = items(plan, start, groups).into_iter().filter(|item| item[0] == index as u32);
-        let mut own: Vec<_> = own.map(|[_, first_row, key_begin, key_end]| [first_row, key_begin, key_end]).collect();
-        // The place of an item in the grid depends on the others.
-        own.sort_unstable();
-        own
-    });
-    (numbers, lists, plan.chains()[index])
+    let direct = u32::from(record[4] == NO_STATES);
+    let numbers =
+        [record[1], record[2], direct, record[5], record[6], record[7]].into_iter().chain(first_page).collect();
+    let lists =
+        [
+            (params.prefill_items, params.prefill_groups),
+            (params.decode_items, params.decode_groups),
+            (params.merge_items, params.merge_groups),
+        ]
+        .map(|(start, groups)| {
+            let own = items(plan, start, groups).into_iter().filter(|item| item[0] == index as u32);
+            let mut own: Vec<_> =
+                own.map(|[_, first_row, begin, end]| {
+                    if start == params.merge_items { [first_row, 0, end - begin] } else { [first_row, begin, end] }
+                })
+                .collect();
+            // The place of an item in the grid depends on the others.
+            own.sort_unstable();
+            own
+        });
+    (numbers, lists)
+}
+
+/// 16 requests share 4,096 tokens and have 64 of their own: by count, one pass over the prefix, where the rows of a KV head
+/// are one tile.
+#[test]
+fn a_prefix_is_read_once() {
+    let geometry = HeadGeometry::new(8, 2, 128).unwrap();
+    let table = |seq: u32| (0..256).chain(256 + 4 * seq..260 + 4 * seq).collect();
+    let mut batch = Owned {
+        geometry,
+        facts: AdapterFacts::PLAIN_GPU.with_subgroups(32),
+        causal: true,
+        window: (None, None),
+        prefill_split_keys: u32::MAX,
+        page_size: PageSize::new(16).unwrap(),
+        page_count: 320,
+        seqs: (0..16).map(|seq| (1, 4160, table(seq))).collect(),
+        prefixes: Vec::new(),
+    };
+    // K and V in f16.
+    let token_bytes = 2 * 2 * 128 * 2;
+    assert_eq!(batch.plan().kv_bytes_read(), 16 * 4160 * token_bytes);
+    batch.prefixes = batch.with_batch(|batch| batch.shared_prefixes(PageSize::new(16).unwrap(), 1));
+    assert_eq!(batch.prefixes, [prefix(0..16, 4096)]);
+    assert_eq!(batch.plan().kv_bytes_read(), (4096 + 16 * 64) * token_bytes);
+    let [(_, prefill), (_, decode), (_, merge)] = batch.plan().workgroups();
+    // Splits of 512 keys and one of each request's own, times KV heads.
+    assert_eq!((prefill, decode), (8 * 2, 16 * 2));
+    assert!(merge > 0);
+    check(&batch);
+    // Whoever joins or leaves, the others' work and chains stay, as long as the same kernel takes the prefix.
+    let mut fewer = batch.clone();
+    fewer.seqs.truncate(5);
+    fewer.prefixes = vec![prefix(0..5, 4096)];
+    let (plan, other) = (batch.plan(), fewer.plan());
+    for seq in 0..5 {
+        assert_eq!(of_record(&plan, seq), of_record(&other, seq));
+        assert_eq!(plan.chains()[seq], other.chains()[seq]);
+    }
+    assert_eq!(record(&plan, 16).split_keys, record(&other, 5).split_keys);
+}
+
+/// Pages that fell out of every row's window need not be there, shared or not.
+#[test]
+fn a_prefix_that_nobody_sees_is_not_read() {
+    let mut batch = four();
+    batch.window = (Some(7), None);
+    for (.., pages) in &mut batch.seqs {
+        pages[..2].fill(NO_PAGE);
+    }
+    for prefixes in [vec![prefix(0..4, 16)], vec![prefix(0..4, 16), prefix(0..2, 32)]] {
+        batch.prefixes = prefixes;
+        check(&batch);
+        // Each row sees 8 keys, in f16.
+        assert_eq!(batch.plan().kv_bytes_read(), 4 * 8 * 2 * 2 * 8 * 2);
+    }
+    batch.window = (Some(30), None);
+    assert_eq!(batch.try_plan(), Err(PlanError::NoPage { seq: 0, entry: 1 }));
+}
+
+/// Four sequences of 40 tokens in pages of 8: all share two pages, the first two another two.
+fn four() -> Owned {
+    let geometry = HeadGeometry::new(4, 2, 8).unwrap();
+    let table = |own: u32| [0, 1, if own < 2 { 2 } else { 4 + own }, if own < 2 { 3 } else { 10 + own }, 20 + own];
+    Owned {
+        geometry,
+        facts: AdapterFacts::PLAIN_GPU,
+        causal: true,
+        window: (None, None),
+        prefill_split_keys: u32::MAX,
+        page_size: PageSize::new(8).unwrap(),
+        page_count: 50,
+        seqs: (0..4).map(|seq| (1, 40, table(seq).to_vec())).collect(),
+        prefixes: Vec::new(),
+    }
+}
+
+fn prefix(seqs: Range<usize>, tokens: u32) -> SharedPrefix {
+    SharedPrefix { seqs, tokens }
+}
+
+#[test]
+fn prefixes_that_a_batch_has() {
+    let batch = four();
+    let found = |min| batch.with_batch(|batch| batch.shared_prefixes(PageSize::new(8).unwrap(), min));
+    assert_eq!(found(1), [prefix(0..4, 16), prefix(0..2, 32)]);
+    assert_eq!(found(16), found(1));
+    assert_eq!(found(17), [prefix(0..2, 32)]);
+    assert_eq!(found(33), []);
+    for prefixes in [
+        vec![prefix(0..1, 40)],
+        vec![prefix(0..4, 3), prefix(0..4, 4), prefix(0..2, 25), prefix(1..2, 40), prefix(3..4, 17)],
+        vec![prefix(1..3, 16), prefix(3..4, 40)],
+    ] {
+        check(&Owned { prefixes, ..batch.clone() });
+    }
+}
+
+#[test]
+fn prefixes_that_a_batch_has_not() {
+    let batch = four();
+    let refused = |prefixes: &[SharedPrefix]| match (Owned { prefixes: prefixes.to_vec(), ..batch.clone() }).try_plan()
+    {
+        Err(PlanError::SharedPrefix(error)) => error,
+        other => panic!("{prefixes:?}: {other:?}"),
+    };
+    let (two, four) = (prefix(0..2, 32), prefix(0..4, 16));
+    for found in [2..2, 3..5, 4..5] {
+        let error = SharedPrefixError::Seqs { prefix: 1, found: found.clone(), seqs: 4 };
+        assert_eq!(refused(&[four.clone(), prefix(found, 20)]), error);
+    }
+    for (prefixes, behind, more_than) in [
+        (vec![prefix(0..4, 0)], 0, 0),
+        (vec![four.clone(), prefix(1..3, 16)], 4, 16),
+        // An inner one first, one across two, and one before another.
+        (vec![two.clone(), four.clone()], 2, 32),
+        (vec![two.clone(), prefix(1..3, 16)], 2, 32),
+        (vec![prefix(2..4, 16), prefix(0..2, 16)], 4, 16),
+    ] {
+        let (index, SharedPrefix { seqs, tokens }) = (prefixes.len() - 1, prefixes.last().unwrap().clone());
+        let error = SharedPrefixError::Nesting { prefix: index, found: seqs, tokens, behind, more_than };
+        assert_eq!(refused(&prefixes), error);
+    }
+    let error = SharedPrefixError::Tokens { prefix: 0, seq: 2, found: 41, kv_len: 40 };
+    assert_eq!(refused(&[prefix(2..3, 41)]), error);
+}
+
+/// A common prefix is inferred from equal page ids, not from how many sequences hold a page.
+#[test]
+fn fault_31_pages_that_others_hold_are_no_common_prefix() {
+    let batch = four();
+    let error = SharedPrefixError::Pages { prefix: 0, seq: 2, entry: 2, found: 6, needed: 3, first: 1 };
+    let mut moved = batch.clone();
+    moved.seqs[1].2[2] = 3;
+    let found = moved.with_batch(|batch| batch.shared_prefixes(PageSize::new(8).unwrap(), 1));
+    assert_eq!(found, [prefix(0..4, 16)]);
+    moved.prefixes = vec![prefix(1..3, 17)];
+    assert_eq!(moved.try_plan(), Err(error.into()));
+    assert_eq!(moved.prefixes[0].tokens, 17);
+    moved.prefixes[0].tokens = 16;
+    check(&moved);
 }

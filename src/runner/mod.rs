@@ -29,7 +29,7 @@ use crate::kv::{
     Append, AppendCall, AppendError, AppendPlan, AppendSource, KvDtypes, KvLayout, LayoutError, NewRows, PoolView,
     Rotary, Rotation, RowOrder,
 };
-use crate::plan::{DevicePlan, PlanError, UploadError};
+use crate::plan::{DevicePlan, PlanError, SharedPrefix, UploadError};
 use crate::selftest::SelfTestError;
 use crate::status::{STATUS_BYTES, Status, StatusError};
 use crate::tensor::TensorError;
@@ -117,6 +117,8 @@ pub struct RunOptions {
     pub rotary: Option<Rotary>,
     /// Type of the output rows: [`Dtype::F32`] or [`Dtype::F16`].
     pub out_dtype: Dtype,
+    /// Prefixes that sequences of a paged case share, each to be read once ([`SharedPrefix`]); none are looked for.
+    pub shared_prefixes: Vec<SharedPrefix>,
     /// Variants of the kernels to use, untested; `None` leaves the choice to [`Runner::choose`], or takes those without
     /// subgroups where there is no query row.
     pub variants: Option<Variants>,
@@ -132,6 +134,7 @@ impl RunOptions {
             kv: None,
             rotary: None,
             out_dtype: Dtype::F32,
+            shared_prefixes: Vec::new(),
             variants: None,
         }
     }
@@ -144,7 +147,7 @@ impl RunOptions {
             kv: self.kv_dtypes(case),
             new_rows: self.new_rows(case),
             out: self.out_dtype,
-            modifiers: modifiers(case.options(), &extras(case)),
+            modifiers: modifiers(case.options(), &self.extras(case)),
             variants,
         }
     }
@@ -188,18 +191,20 @@ impl RunOptions {
         let layout = KvLayout::new(*case.geometry(), dtypes, table.page_size, table.page_count)?;
         Ok((table, layout.with_order(self.order)))
     }
-}
 
-/// What a case asks of a call besides its options.
-fn extras(case: &Case) -> Extras {
-    let CaseExtras { alibi_slopes, sinks, mask, bias, .. } = case.extras();
-    Extras {
-        alibi_slopes: alibi_slopes.is_some(),
-        sinks: sinks.is_some(),
-        mask: mask.is_some(),
-        bias: bias
-            .as_ref()
-            .map(|bias| Bias { dtype: bias.dtype(), per_head: bias.shape().first().is_some_and(|heads| *heads > 1) }),
+    /// What a case asks of a call besides its options.
+    fn extras(&self, case: &Case) -> Extras {
+        let CaseExtras { alibi_slopes, sinks, mask, bias, .. } = case.extras();
+        Extras {
+            alibi_slopes: alibi_slopes.is_some(),
+            sinks: sinks.is_some(),
+            mask: mask.is_some(),
+            bias: bias.as_ref().map(|bias| Bias {
+                dtype: bias.dtype(),
+                per_head: bias.shape().first().is_some_and(|heads| *heads > 1),
+            }),
+            shared_prefixes: !self.shared_prefixes.is_empty(),
+        }
     }
 }
 
@@ -364,7 +369,7 @@ impl Runner {
             layout,
             new_rows: options.new_rows(case),
             options: *case.options(),
-            extras: extras(case),
+            extras: options.extras(case),
         };
         let base = Variants::base(&self.facts, &geometry);
         let choice = match options.variants {
@@ -377,9 +382,11 @@ impl Runner {
         let kernels = self.kernels(&config.kernels(variants))?;
         let attention = Attention::with_kernels(kernels, &config)?;
         let batch = table.batch(case);
-        let plan = match &case.extras().mask {
-            Some(mask) => attention.plan_masked(&batch, mask)?,
-            None => attention.plan(&batch)?,
+        let mask = case.extras().mask.as_deref();
+        let plan = match (options.shared_prefixes.as_slice(), mask) {
+            ([], None) => attention.plan(&batch)?,
+            ([], Some(mask)) => attention.plan_masked(&batch, mask)?,
+            (prefixes, mask) => attention.plan_shared(&batch, prefixes, mask)?,
         };
 
         let submitted = self.scoped(|| self.submit(case, &table, &attention, &plan, options.rotary.as_ref()))?;
@@ -624,7 +631,10 @@ fn kernel_use(variants: &Variants, kernel: KernelId, workgroups: u32) -> Option<
             variants.decode.to_string(),
             format!("sequences with one query row or at most {DECODE_ROWS_MAX} tile rows"),
         ),
-        KernelId::Merge => ("merge".into(), format!("sequences whose keys were split (decodes: every {SPLIT_KEYS})")),
+        KernelId::Merge => (
+            "merge".into(),
+            format!("sequences whose keys were split (decodes: every {SPLIT_KEYS}), or that share prefixes"),
+        ),
         KernelId::Append => ("append".into(), "contiguous keys and values".into()),
     };
     (workgroups > 0).then_some(KernelUse { kernel, reason, workgroups })

@@ -5,6 +5,7 @@
 mod adapters;
 mod arithmetic;
 mod places;
+mod shared_prefixes;
 mod stored;
 mod subgroups;
 

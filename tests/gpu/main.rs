@@ -15,5 +15,6 @@ mod faults;
 mod options;
 mod random;
 mod real;
+mod shared;
 mod stored;
 mod tuning;

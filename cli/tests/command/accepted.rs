@@ -58,6 +58,8 @@ fn neutral_and_legal_inputs() {
             &[],
         ),
         ("shared pages", paged().i32("page_ids", &[1, 0, 1, 0]).bytes(), &[]),
+        ("shared pages, read once", paged().i32("page_ids", &[1, 0, 1, 0]).bytes(), &["--share-prefixes"]),
+        ("nothing shared", paged().bytes(), &["--share-prefixes=4"]),
         ("value dimension of its own", flat().f32("v", &[10, 2, 5]).bytes(), &[]),
         ("dimension 256", flat().f32("q", &[3, 4, 256]).f32("k", &[10, 2, 256]).bytes(), &[]),
         // Sequence 0 owns one slot of page 0, nobody owns page 4.

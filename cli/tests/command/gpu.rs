@@ -122,6 +122,23 @@ fn placement_does_not_change_a_bit() {
     assert!(results.iter().all(|result| *result == results[0]));
 }
 
+/// The tokens that both sequences have in the same pages are read once, with the same result but for rounding.
+#[test]
+fn shared_prefixes() {
+    if skipped() {
+        return;
+    }
+    let (folder, _) = folder_with(&File::paged().i32("page_ids", &[1, 0, 1, 0]).bytes());
+    for (flags, merged) in [(&[][..], false), (&["--share-prefixes"], true), (&["--share-prefixes=6"], false)] {
+        let args = [&["attend", "case.safetensors", "--json"], flags].concat();
+        let run = run(folder.path(), &args);
+        assert_eq!(run.code, Some(0), "{run:?}");
+        let report: Value = serde_json::from_str(&run.stdout).unwrap();
+        let kernels = report["kernel"].as_array().unwrap();
+        assert_eq!(kernels.iter().any(|kernel| kernel["name"] == "merge"), merged, "{report}");
+    }
+}
+
 /// The keys of [`File::contiguous`] in pages of 4, with NaN in every slot that no sequence owns.
 fn paged_twin() -> File {
     let (header, data) = File::contiguous().parts();

@@ -187,6 +187,8 @@ fn flag_values() {
         f("unknown flag", &["--sinks", "3"], &["--sinks"]),
         f("missing value", &["--scale"], &["--scale"]),
         refusal_with("page size", &File::paged(), &["--page-size", "4"], &["--page-size", "paged already"]),
+        f("no pages to share", &["--share-prefixes"], &["--share-prefixes", "no pages"]),
+        f("no tokens", &["--share-prefixes=0"], &["--share-prefixes", "'0'"]),
         refusal_with("shuffle", &File::paged(), &["--shuffle-pages", "1"], &["--shuffle-pages", "paged already"]),
     ]);
 }
