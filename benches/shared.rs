@@ -6,7 +6,8 @@
 //! - flat: the plain plan over the shared pages, which a cache of the processor may keep from one request to the next;
 //! - copies: the plain plan where every request has the prefix in pages of its own;
 //! - shared: the prefix declared, with the kernels that the rule chooses;
-//! - one tile: the same with so many rows per lane that one tile has all rows of a KV head, where the rule has more tiles.
+//! - named: the same with the variants given as arguments, as in
+//!   `cargo bench --bench shared -- prefill-broadcast8-r8k4l8s32768a+decode-streams8`.
 //!
 //! Every result is judged by its bound first; a round times every contender once, in alternating order, and a ratio is the
 //! median over rounds of the ratio inside one round.
@@ -18,7 +19,7 @@
 
 use std::error::Error;
 
-use paged_attention::kernels::{AdapterFacts, PrefillVariant, Variants};
+use paged_attention::kernels::{AdapterFacts, Variants};
 use paged_attention::{
     Attention, AttentionConfig, AttentionIo, Batch, Call, Case, Computed, DevicePlan, Dtype, Extras, KvLayout,
     KvSource, Status, Workspace, adapter, verify,
@@ -42,12 +43,8 @@ fn main() -> Result<(), Box<dyn Error>> {
         Contender::new(&mut gpu, "copies", &copies, false, None)?,
         Contender::new(&mut gpu, "shared", &case, true, None)?,
     ];
-    let Variants { prefill, decode } = contenders[2].variants;
-    let rows = case.q_indptr().last().map_or(0, |rows| *rows) * case.geometry().group();
-    let rows_per_lane = rows.div_ceil(prefill.lanes);
-    if rows_per_lane > prefill.rows_per_lane {
-        let one_tile = Variants { prefill: PrefillVariant { rows_per_lane, step_keys: 4, ..prefill }, decode };
-        contenders.push(Contender::new(&mut gpu, "one tile", &case, true, Some(one_tile))?);
+    for variants in std::env::args().skip(1).filter(|argument| !argument.starts_with("--")) {
+        contenders.push(Contender::new(&mut gpu, "named", &case, true, Some(variants.parse()?))?);
     }
     if std::env::args().any(|argument| argument == "--bench") {
         let repeats: Vec<u32> = contenders
@@ -65,9 +62,9 @@ fn main() -> Result<(), Box<dyn Error>> {
             }
         }
     }
-    let ratio = |over: &Contender, under: &Contender| {
-        let ratios = over.seconds.iter().zip(&under.seconds).map(|(over, under)| over / under);
-        median(&ratios.collect::<Vec<_>>())
+    let ratio = |over: &str, under: &Contender| {
+        let over = contenders.iter().find(|contender| contender.name == over).map_or(&[][..], |over| &over.seconds);
+        median(&over.iter().zip(&under.seconds).map(|(over, under)| over / under).collect::<Vec<_>>())
     };
     for contender in &contenders {
         let Contender { name, variants, kv_bytes, ratio: bound, seconds, .. } = contender;
@@ -76,8 +73,8 @@ fn main() -> Result<(), Box<dyn Error>> {
              measured/bound {bound:.4}  {variants}",
             1e3 * median(seconds),
             1e-6 * *kv_bytes as f64,
-            ratio(&contenders[0], contender),
-            ratio(&contenders[1], contender),
+            ratio("flat", contender),
+            ratio("copies", contender),
         );
     }
     Ok(())
@@ -108,7 +105,8 @@ impl Contender {
         };
         let page_size = case.page_size().ok_or("the case is not paged")?;
         let geometry = *case.geometry();
-        let layout = KvLayout::new(geometry, k_pages.dtype(), page_size, k_pages.shape()[0] as u32)?;
+        let layout =
+            KvLayout::new(geometry, k_pages.dtype(), page_size, *k_pages.shape().first().unwrap_or(&0) as u32)?;
         let extras = Extras { shared_prefixes: shared, ..Extras::NONE };
         let q = case.q().dtype();
         let config =
@@ -137,7 +135,7 @@ impl Contender {
             for (row, bytes) in (0..).zip(tensor.bytes().chunks_exact((dim * tensor.dtype().bytes()) as usize)) {
                 let (token, kv_head): (u32, u32) = (row / heads, row % heads);
                 let offset = rows.offset(token / page_size.get(), kv_head, token % page_size.get()) as usize * 16;
-                pool[offset..offset + bytes.len()].copy_from_slice(bytes);
+                pool.get_mut(offset..offset + bytes.len()).ok_or("a row lies outside its pool")?.copy_from_slice(bytes);
             }
         }
         let bytes = config.buffer_bytes(plan.total_q());
@@ -158,7 +156,7 @@ impl Contender {
             Self { name, attention, call, variants, kv_bytes: plan.kv_bytes_read(), ratio: 0.0, seconds: Vec::new() };
         gpu.seconds(&|encoder| this.encode(encoder), 1)?;
         let status: Vec<u32> = gpu.read(workspace.status())?;
-        Status::from_words([status[0], status[1]]).check(this.call.workgroups())?;
+        Status::from_words(status.first_chunk().copied().ok_or("there is no status")?).check(this.call.workgroups())?;
         let (out, lse) = (gpu.read(&out)?, gpu.read(&lse)?);
         let report = verify(case, &Computed { out: &out, lse: &lse, out_dtype: Dtype::F32, chains: plan.chains() })?;
         if !report.passed() {

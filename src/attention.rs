@@ -326,11 +326,14 @@ impl Attention {
         config: &AttentionConfig,
     ) -> Result<Self, BuildError> {
         let (facts, geometry) = (AdapterFacts::new(adapter, device), config.layout.geometry());
+        let base = Variants::base(&facts, geometry);
+        let candidates = config.kernels(base).candidates(&facts);
+        // The first has subgroups, if the last is another.
         let preferred = match facts.subgroup_sizes {
-            Some((min, max)) if min == max => Variants::candidates(&facts, geometry).into_iter().next(),
-            _ => None,
+            Some((min, max)) if min == max => candidates.first(),
+            _ => candidates.last(),
         };
-        let variants = preferred.unwrap_or_else(|| Variants::base(&facts, geometry));
+        let variants = preferred.copied().unwrap_or(base);
         Self::with_variants(device, config, variants).await
     }
 

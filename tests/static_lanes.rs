@@ -161,8 +161,11 @@ fn modified() -> Vec<Variant> {
         .chain([(latent, none), (latent, all)])
         .flat_map(|(geometry, modifiers)| {
             let (q, kv, out) = (Dtype::F32, Dtype::F16, Dtype::F32);
-            let variants = Variants::all(&geometry).into_iter();
-            variants.map(move |variants| KernelConfig { modifiers, ..kernels_of(geometry, (q, kv, out), variants) })
+            let config = move |variants| KernelConfig { modifiers, ..kernels_of(geometry, (q, kv, out), variants) };
+            // On CPUs shared prefixes have a rule of their own.
+            let cpu = AdapterFacts::PLAIN_CPU.with_subgroups(8);
+            let ruled = config(Variants::base(&cpu, &geometry)).candidates(&cpu);
+            Variants::all(&geometry).into_iter().chain(ruled).map(config)
         })
         .flat_map(|config| KernelId::ALL.map(|kernel| Variant::new(kernel, config)))
         .collect()

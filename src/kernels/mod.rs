@@ -138,6 +138,15 @@ impl KernelConfig {
         (self.shape(), self.new_rows, self.modifiers, self.variants)
     }
 
+    /// The variants to try, best first: [`Variants::candidates`] of the geometry, with more rows where prefixes are shared.
+    pub fn candidates(&self, facts: &AdapterFacts) -> Vec<Variants> {
+        let candidates = Variants::candidates(facts, &self.geometry).into_iter();
+        match self.modifiers.shared_prefixes {
+            true => candidates.map(|variants| variants.sharing(facts)).collect(),
+            false => candidates.collect(),
+        }
+    }
+
     /// Whether an append copies new rows bit for bit.
     pub(crate) fn append_copies(&self) -> bool {
         self.new_rows.copied(self.kv.of(&self.geometry))

@@ -11,7 +11,9 @@ use crate::attention::Extras;
 use crate::batch::{Batch, NO_PAGE};
 use crate::case::AttentionOptions;
 use crate::geometry::{Dtype, HeadGeometry, PageSize};
-use crate::kernels::{AdapterFacts, ItemOrder, PrefillVariant, SPLIT_KEYS, SUBGROUP_SIZES, Tiles, Variants};
+use crate::kernels::{
+    AdapterFacts, ItemOrder, KernelConfig, Modifiers, PrefillVariant, SPLIT_KEYS, SUBGROUP_SIZES, Tiles, Variants,
+};
 use crate::kv::KvLayout;
 
 /// A batch that owns its tensors.
@@ -31,8 +33,16 @@ struct Owned {
 
 impl Owned {
     fn tiles(&self) -> Tiles {
-        let variants = Variants::candidates(&self.facts, &self.geometry);
-        let tiles = Tiles::new(&self.geometry, &variants[0]);
+        let config = KernelConfig {
+            geometry: self.geometry,
+            q: Dtype::F16,
+            kv: Dtype::F16.into(),
+            new_rows: Dtype::F16.into(),
+            out: Dtype::F32,
+            modifiers: Modifiers { shared_prefixes: !self.prefixes.is_empty(), ..Modifiers::NONE },
+            variants: Variants::base(&self.facts, &self.geometry),
+        };
+        let tiles = Tiles::new(&self.geometry, &config.candidates(&self.facts)[0]);
         // Short enough for prompts of a test to be split.
         let split_keys = self.prefill_split_keys.min(tiles.prefill.split_keys);
         Tiles { prefill: PrefillVariant { split_keys, ..tiles.prefill }, ..tiles }
@@ -441,11 +451,17 @@ fn of_record(plan: &Plan, index: usize) -> (Vec<u32>, [Vec<[u32; 3]>; 3]) {
 /// are one tile.
 #[test]
 fn a_prefix_is_read_once() {
+    // A real GPU, and lavapipe.
+    read_once(AdapterFacts::PLAIN_GPU.with_subgroups(32));
+    read_once(AdapterFacts::PLAIN_CPU.with_subgroups(8));
+}
+
+fn read_once(facts: AdapterFacts) {
     let geometry = HeadGeometry::new(8, 2, 128).unwrap();
     let table = |seq: u32| (0..256).chain(256 + 4 * seq..260 + 4 * seq).collect();
     let mut batch = Owned {
         geometry,
-        facts: AdapterFacts::PLAIN_GPU.with_subgroups(32),
+        facts,
         causal: true,
         window: (None, None),
         prefill_split_keys: u32::MAX,

@@ -111,7 +111,7 @@ impl Runner {
         first: Option<(ChosenBy, Variants)>,
         by_rule: ChosenBy,
     ) -> Result<Choice, RunError> {
-        let rule = Variants::candidates(&self.facts, &config.geometry);
+        let rule = config.candidates(&self.facts);
         let preferred = rule.first().copied().unwrap_or(config.variants);
         let mut stepped_down: Vec<(Variants, String)> = Vec::new();
         let mut last = RunError::Failed("there are no variants".into());

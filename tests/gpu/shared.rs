@@ -2,7 +2,9 @@
 
 use std::ops::Range;
 
-use paged_attention::{Batch, Case, Dtype, KvSource, Output, RunOptions, SharedPrefix, States, Tensor};
+use paged_attention::{
+    Batch, Case, Dtype, KvDtype, KvDtypes, KvSource, Output, RunOptions, SharedPrefix, States, Tensor,
+};
 use paged_attention_cases::{
     Alibi, Bias, BiasValues, CaseSpec, Heads, Mask, Modifiers, Pool, Seq, SharedSpec, Sinks, build, share_pages, shared,
 };
@@ -123,6 +125,26 @@ fn options_go_by_each_sequence() {
         for variants in gpu.every_variant(case.geometry()) {
             let options = RunOptions { variants: Some(variants), ..options(&row) };
             tally.check_case(gpu, format!("{}, {variants}", row.spec), &case, &options);
+        }
+    }
+    tally.finish();
+}
+
+/// Scales go with the page, whoever reads it.
+#[test]
+fn stored_in_every_type() {
+    let Some(gpu) = gpu() else { return };
+    let mut tally = Tally::new("shared/stored");
+    let (int8, fp8, f16) = (KvDtype::Int8, KvDtype::Fp8, KvDtype::F16);
+    for row in rows(&["tree-f32", "odd-f32", "rows-inside-f32"]) {
+        let row = SharedSpec { spec: CaseSpec { heads: Heads::new(4, 2, 24), ..row.spec }, ..row };
+        let case = row.build().unwrap();
+        for (k, v) in [(int8, int8), (fp8, fp8), (int8, f16), (f16, fp8)] {
+            let kv = KvDtypes { k, v };
+            for variants in gpu.every_variant(case.geometry()) {
+                let options = RunOptions { kv: Some(kv), variants: Some(variants), ..options(&row) };
+                tally.check_case(gpu, format!("{}, {kv}, {variants}", row.spec), &case, &options);
+            }
         }
     }
     tally.finish();
