@@ -30,7 +30,9 @@ use crate::common::{bits, say};
 
 const HEADS: Heads = Heads::new(2, 1, 8);
 const PAGE_SIZE: u32 = 4;
-const PAGES: u32 = 240;
+const PAGES: u32 = 260;
+/// Pages that are left for prompts: below, no other sequence grows.
+const PAGES_KEPT: u32 = 40;
 const HOST_SLOTS: u32 = 60;
 const LAYERS: u32 = 2;
 /// Sequences on the device, at least, in every step.

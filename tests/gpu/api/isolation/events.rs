@@ -135,7 +135,8 @@ impl Server<'_> {
             };
             let before = table.pages().to_vec();
             let mut new = live.history.prints.len() as u32 - table.len();
-            let grows = new == 0 && live.history.prints.len() < LEN_MAX && !self.one_in(3);
+            let may_grow = live.history.prints.len() < LEN_MAX && self.pool.counts().available() > PAGES_KEPT;
+            let grows = new == 0 && may_grow && !self.one_in(3);
             if grows {
                 // Few different tokens, so that forks may meet again.
                 live.history.push(&[self.random.random_range(0..3)]);
