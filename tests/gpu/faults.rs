@@ -329,8 +329,8 @@ fn fault_08_a_loop_that_steps_over_keys() {
     let decode_edits = |config: &KernelConfig| match config.variants.decode {
         DecodeVariant::Workgroup => [
             (
-                "key < keys; key += DECODE_LANES) {\n        if key >= first {\n            rows_of",
-                "key < keys; key += DECODE_LANES + 1u) {\n        if key >= first {\n            rows_of",
+                "key < keys; key += DECODE_LANES) {\n        if key >= first {\n            let page",
+                "key < keys; key += DECODE_LANES + 1u) {\n        if key >= first {\n            let page",
             ),
             (
                 "key < keys; key += DECODE_LANES) {\n        let k_row",
