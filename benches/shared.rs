@@ -145,7 +145,7 @@ impl Contender {
         let [q, kv] = [&q, &kv].map(wgpu::Buffer::as_entire_buffer_binding);
         let io = AttentionIo {
             q,
-            kv,
+            kv: vec![kv],
             out: out.as_entire_buffer_binding(),
             lse: lse.as_entire_buffer_binding(),
             heads: None,

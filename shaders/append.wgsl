@@ -4,14 +4,13 @@
 // Grid: one lane per vector of 16 bytes of (token, KV head, key row then value row), folded into three axes.
 //
 // Bindings (group 0), beside those of lib/append.wgsl:
-//   1 slots     [tokens] destination of each token: page * page_size + slot
-//   4 kv_pages  the pages, addressed by `row_offset`
+//   1 slots      [tokens] destination of each token: page * page_size + slot
+//   5 kv_pages_N the pages, addressed by `row_offset` (lib/pages.wgsl)
 //
 // New rows are in the pages' type. Workgroup memory: none. Preconditions, checked by `AppendPlan::new` and `Append::bind`:
 // every destination lies in the pool and occurs once; buffer sizes.
 
 @group(0) @binding(1) var<storage, read> slots: array<u32>;
-@group(0) @binding(4) var<storage, read_write> kv_pages: array<vec4<u32>>;
 
 @compute @workgroup_size(LANES)
 fn append(
@@ -33,12 +32,12 @@ fn append(
         if page >= params.page_count {
             report_error(ERROR_PAGE_ID);
         } else if vector < params.k_row_vectors {
-            kv_pages[row_offset(params.k_rows, page, kv_head, slot) + vector] =
-                new_k[row * params.k_row_vectors + vector];
+            let target_vector = row_offset(params.k_rows, page, kv_head, slot) + vector;
+            store_pages(target_vector, new_k[row * params.k_row_vectors + vector]);
         } else {
             let v_vector = vector - params.k_row_vectors;
-            kv_pages[row_offset(params.v_rows, page, kv_head, slot) + v_vector] =
-                new_v[row * params.v_row_vectors + v_vector];
+            let target_vector = row_offset(params.v_rows, page, kv_head, slot) + v_vector;
+            store_pages(target_vector, new_v[row * params.v_row_vectors + v_vector]);
         }
     }
     report_done(lane);

@@ -6,8 +6,9 @@
 // Bindings (group 0), beside those of lib/append.wgsl:
 //   1 plan      [tokens] destination of each token, page * page_size + slot; then, where keys are rotated,
 //               [tokens, ROTARY_DIMS / 2] of (cos, sin) in f32
-//   4 kv_pages  the pages, addressed by `row_offset`
-//   6 heads     [kv_heads] of (key scale, value scale), where either is fp8
+//   5 heads     [kv_heads] of (key scale, value scale), where either is fp8
+//   kv_pages_N  the pages, addressed by `row_offset`, in words (lib/pages.wgsl): no lane writes a part of a vector that
+//               another one writes to as well
 //
 // New rows are of NEW_DTYPE.
 // int8: the scale of a row is its largest magnitude over 127, and elements are divided by it and rounded. A row whose
@@ -19,10 +20,8 @@
 // numbers are finite, rotated ones too; scales of heads are from 2^-100 to 2^100.
 
 @group(0) @binding(1) var<storage, read> plan: array<u32>;
-// Words: no lane writes a part of a vector that another one writes to as well.
-@group(0) @binding(4) var<storage, read_write> kv_pages: array<u32>;
 //if HEAD_SCALES
-@group(0) @binding(6) var<storage, read> heads: array<vec2<f32>>;
+@group(0) @binding(5) var<storage, read> heads: array<vec2<f32>>;
 //end
 
 //if ROW_SCALES
@@ -79,7 +78,7 @@ fn append(
                     let scale = select(largest / 127.0, 0.0, is_zero);
                     let scale_k = row_offset(params.k_scales, page, kv_head, slot);
                     let scale_v = row_offset(params.v_scales, page, kv_head, slot);
-                    kv_pages[select(scale_k, scale_v, is_value)] = bitcast<u32>(scale);
+                    store_pages(select(scale_k, scale_v, is_value), bitcast<u32>(scale));
                 }
             }
             //end
@@ -151,13 +150,13 @@ fn copy_value_chunk(row_word: u32, row: u32, chunk: u32) {
 fn store_chunk(dtype: u32, row_word: u32, chunk: u32, values: Chunk) {
     //if SCALED
     if dtype == DTYPE_INT8 {
-        kv_pages[row_word + 2u * chunk] = pack_int8(values.lo);
-        kv_pages[row_word + 2u * chunk + 1u] = pack_int8(values.hi);
+        store_pages(row_word + 2u * chunk, pack_int8(values.lo));
+        store_pages(row_word + 2u * chunk + 1u, pack_int8(values.hi));
         return;
     }
     if dtype == DTYPE_FP8 {
-        kv_pages[row_word + 2u * chunk] = pack_fp8(values.lo);
-        kv_pages[row_word + 2u * chunk + 1u] = pack_fp8(values.hi);
+        store_pages(row_word + 2u * chunk, pack_fp8(values.lo));
+        store_pages(row_word + 2u * chunk + 1u, pack_fp8(values.hi));
         return;
     }
     //end
@@ -171,10 +170,10 @@ fn store_chunk(dtype: u32, row_word: u32, chunk: u32, values: Chunk) {
 }
 
 fn store_words(word: u32, words: vec4<u32>) {
-    kv_pages[word] = words.x;
-    kv_pages[word + 1u] = words.y;
-    kv_pages[word + 2u] = words.z;
-    kv_pages[word + 3u] = words.w;
+    store_pages(word, words.x);
+    store_pages(word + 1u, words.y);
+    store_pages(word + 2u, words.z);
+    store_pages(word + 3u, words.w);
 }
 
 //if ROTARY

@@ -5,8 +5,8 @@
 // Bindings (group 0):
 //   0 params    uniform, `CopyParams`
 //   1 copies    [copies] pairs of page ids: from, to
-//   2 kv_pages  the layer's pages
-//   3 workspace its status words
+//   2 workspace its status words
+//   3 kv_pages_N the layer's pages (lib/pages.wgsl)
 //
 // Workgroup memory: none. Preconditions, checked by `KvStore::copies`: every page lies in the pool, and no page that one
 // copy writes is read or written by another.
@@ -21,12 +21,11 @@ struct CopyParams {
 
 @group(0) @binding(0) var<uniform> params: CopyParams;
 @group(0) @binding(1) var<storage, read> copies: array<vec2<u32>>;
-@group(0) @binding(2) var<storage, read_write> kv_pages: array<vec4<u32>>;
 struct Workspace {
     status: array<atomic<u32>, STATUS_WORDS>,
 }
 
-@group(0) @binding(3) var<storage, read_write> workspace: Workspace;
+@group(0) @binding(2) var<storage, read_write> workspace: Workspace;
 
 @compute @workgroup_size(LANES)
 fn copy_pages(
@@ -43,7 +42,7 @@ fn copy_pages(
     if max(pages.x, pages.y) >= params.page_count {
         report_error(ERROR_PAGE_ID);
     } else if vector < params.page_vectors {
-        kv_pages[pages.y * params.page_vectors + vector] = kv_pages[pages.x * params.page_vectors + vector];
+        store_pages(pages.y * params.page_vectors + vector, load_pages(pages.x * params.page_vectors + vector));
     }
     report_done(lane);
 }

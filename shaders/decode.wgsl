@@ -256,7 +256,7 @@ fn decode(
         let v_row = rows_of[key].y;
         // Rows on small pages lie where no CPU looks ahead: their cache lines are asked for together, a row per lane.
         //each l V_ROW_LINES
-        ahead |= kv_pages[v_row + ${l * 4}u].x;
+        ahead |= load_pages(v_row + ${l * 4}u).x;
         //end
         //each r DECODE_ROWS
         let p_$r = select(0.0, scores[$ru * SPLIT_KEYS + key], known);

@@ -86,6 +86,7 @@ impl AttentionConfig {
             new_rows: self.new_rows,
             out: self.out,
             modifiers: modifiers(&self.options, &self.extras),
+            segments: self.layout.segments(),
             variants,
         }
     }
@@ -167,6 +168,14 @@ pub enum BindError {
         /// The device's `min_storage_buffer_offset_alignment`.
         needed: u64,
     },
+    /// The pool lies in another number of segments.
+    #[error("the pages were given in {found} bindings; the pool's layout has {needed} segments")]
+    Segments {
+        /// Bindings given.
+        found: usize,
+        /// Segments of the pool.
+        needed: usize,
+    },
     /// A tensor that the configuration names was left out, or one was given that it does not name.
     #[error("`{buffer}` is {}; the configuration says otherwise", if *.given { "given" } else { "left out" })]
     Extra {
@@ -210,8 +219,8 @@ pub enum BindError {
 pub struct AttentionIo<'a> {
     /// Query rows `[total_q, q_heads, head_dim]`, padded to multiples of [`crate::ROW_ALIGN`] elements.
     pub q: wgpu::BufferBinding<'a>,
-    /// The layer's pages ([`KvLayout`]).
-    pub kv: wgpu::BufferBinding<'a>,
+    /// The layer's pages, a binding for each segment of the pool ([`KvLayout`]).
+    pub kv: Vec<wgpu::BufferBinding<'a>>,
     /// Output rows `[total_q, q_heads, v_head_dim]`, padded like the queries.
     pub out: wgpu::BufferBinding<'a>,
     /// Log-sum-exp `[total_q, q_heads]`, f32, natural logarithm; `-inf` for a row that sees no key.
@@ -469,7 +478,7 @@ impl Attention {
                 (given, _) => return Err(BindError::Extra { buffer, given: given.is_some() }),
             }
         }
-        entries.push(("kv", io.kv, self.config.layout.bytes().max(16)));
+        entries.extend(page_entries(&self.config.layout, io.kv)?);
         let bindings = storage_bindings(&limits, &entries, &["out", "lse", "workspace"])?;
         let Params { prefill_groups, decode_groups, merge_groups, .. } = plan.params;
         let mut dispatches = Vec::new();
@@ -499,6 +508,18 @@ impl Attention {
             pass.dispatch_workgroups(*x, *y, *z);
         }
     }
+}
+
+/// Entries of [`storage_bindings`] for the segments of a pool.
+pub(crate) fn page_entries<'a>(
+    layout: &KvLayout,
+    kv: Vec<wgpu::BufferBinding<'a>>,
+) -> Result<impl Iterator<Item = (&'static str, wgpu::BufferBinding<'a>, u64)>, BindError> {
+    let (found, needed) = (kv.len(), layout.segments().get() as usize);
+    if found != needed {
+        return Err(BindError::Segments { found, needed });
+    }
+    Ok(kv.into_iter().zip(layout.segment_bytes()).map(|(binding, bytes)| ("kv", binding, bytes.max(16))))
 }
 
 /// Checks storage bindings, each with its name and the bytes that the shape needs, against what the device allows;

@@ -1,5 +1,7 @@
 //! The start-up test: does a kernel compute a small case right on this device?
 
+use std::num::NonZeroU32;
+
 use thiserror::Error;
 
 use crate::case::{Case, CaseError, CaseExtras, KvSource};
@@ -78,13 +80,18 @@ fn lengths(group: u32) -> Vec<(u32, u32)> {
 /// variants' neighbours say.
 pub(crate) fn self_test(runner: &mut Runner, config: &KernelConfig) -> Result<(), RunError> {
     let case = case(config)?;
+    let page_size = PageSize::new(7).map_err(CaseError::from)?;
+    let pages = case.lengths().iter().map(|(_, kv_len)| page_size.pages_for(*kv_len)).sum();
+    let (segment_pages, page_ids) = segmented(pages, config.segments);
     let options = RunOptions {
+        segment_pages: Some(segment_pages),
+        page_ids: Some(page_ids),
         kv: Some(config.kv),
         rotary: config.new_rows.rotary.map(Rotary::example).transpose().map_err(AppendError::from)?,
         out_dtype: config.out,
         variants: Some(config.variants),
         shared_prefixes: if config.modifiers.shared_prefixes { prefixes(&case) } else { Vec::new() },
-        ..RunOptions::new(PageSize::new(7).map_err(CaseError::from)?)
+        ..RunOptions::new(page_size)
     };
     let output = runner.run(&case, &options)?;
     // What the append has made of keys and values is judged first, then the attention over that.
@@ -103,6 +110,18 @@ pub(crate) fn self_test(runner: &mut Runner, config: &KernelConfig) -> Result<()
     let computed = Computed { out: &out, lse: &lse, out_dtype: config.out, chains: &output.chains };
     let report = verify(&compared, &computed).map_err(SelfTestError::from)?;
     if report.passed() { Ok(()) } else { Err(SelfTestError::Outside { ratio: report.max_bound_ratio }.into()) }
+}
+
+/// Pages per segment, and ids of pages, so that a pool of so many pages in use has so many segments. Neighbours lie in
+/// other segments, where there are enough pages.
+fn segmented(pages: u32, segments: NonZeroU32) -> (NonZeroU32, Vec<u32>) {
+    let size = NonZeroU32::new(pages.div_ceil(segments.get())).unwrap_or(NonZeroU32::MIN);
+    let mut ids: Vec<u32> = (0..pages).map(|page| page % segments * size.get() + page / segments).collect();
+    // The last segment has a page, in use or not.
+    if let Some(last) = ids.last_mut() {
+        *last = (*last).max(segments.get().saturating_mul(size.get()) - 1);
+    }
+    (size, ids)
 }
 
 /// A prefix of every sequence but the last, each of a single one since they have no page in common; of the third, another
@@ -256,6 +275,7 @@ mod tests {
             new_rows: Dtype::F32.into(),
             out: Dtype::F32,
             modifiers: Modifiers::NONE,
+            segments: NonZeroU32::MIN,
             variants,
         };
         let whole = case(&config).unwrap();

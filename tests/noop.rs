@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 use std::io::Write as _;
+use std::num::NonZeroU32;
 use std::time::Instant;
 
 use paged_attention::kernels::{
@@ -50,7 +51,7 @@ fn config(geometry: HeadGeometry, dtype: Dtype, page_size: u32, page_count: u32)
 /// For queries, keys and values, and output of these types, without modifiers.
 fn kernels_of(geometry: HeadGeometry, (q, kv, out): (Dtype, Dtype, Dtype), variants: Variants) -> KernelConfig {
     let (kv, new_rows) = (kv.into(), kv.into());
-    KernelConfig { geometry, q, kv, new_rows, out, modifiers: Modifiers::NONE, variants }
+    KernelConfig { geometry, q, kv, new_rows, out, modifiers: Modifiers::NONE, segments: NonZeroU32::MIN, variants }
 }
 
 fn storage(device: &wgpu::Device, size: u64) -> wgpu::Buffer {
@@ -119,7 +120,7 @@ impl App {
 
     fn io(&self) -> AttentionIo<'_> {
         let [q, kv, out, lse] = self.buffers.each_ref().map(|buffer| buffer.as_entire_buffer_binding());
-        AttentionIo { q, kv, out, lse, heads: None, bias: None }
+        AttentionIo { q, kv: vec![kv], out, lse, heads: None, bias: None }
     }
 
     /// With one of the bindings replaced.
@@ -127,7 +128,7 @@ impl App {
         let mut io = self.io();
         match name {
             "q" => io.q = with,
-            "kv" => io.kv = with,
+            "kv" => io.kv = vec![with],
             "out" => io.out = with,
             _ => io.lse = with,
         }
@@ -198,10 +199,10 @@ fn tensors_that_share_a_buffer() {
         pollster::block_on(scope.pop()).is_none()
     };
     let part = |place: u64, size| binding(&arena, place << 18, size);
-    assert!(record(AttentionIo { q: part(0, q), kv: part(1, kv), ..app.io() }));
+    assert!(record(AttentionIo { q: part(0, q), kv: vec![part(1, kv)], ..app.io() }));
     assert!(record(AttentionIo { out: part(0, out), lse: part(1, lse), ..app.io() }));
     assert!(!record(AttentionIo { q: part(0, q), out: part(1, out), ..app.io() }));
-    assert!(!record(AttentionIo { kv: part(0, kv), lse: part(1, lse), ..app.io() }));
+    assert!(!record(AttentionIo { kv: vec![part(0, kv)], lse: part(1, lse), ..app.io() }));
 }
 
 /// Bytes of what is written belong to nobody else, in one buffer or not.
@@ -215,10 +216,10 @@ fn tensors_that_overlap() {
     let touching = out.next_multiple_of(256);
     assert_eq!(bind(both(touching)), Ok(()));
     assert_eq!(bind(both(touching - 256)), Err(BindError::Overlap { written: "out", other: "lse" }));
-    let alone = AttentionIo { kv: binding(&arena, 0, kv), out: binding(&arena, 256, out), ..app.io() };
+    let alone = AttentionIo { kv: vec![binding(&arena, 0, kv)], out: binding(&arena, 256, out), ..app.io() };
     assert_eq!(bind(alone), Err(BindError::Overlap { written: "out", other: "kv" }));
     // What is read alone may be the same.
-    let read = AttentionIo { q: binding(&arena, 0, q), kv: binding(&arena, 0, kv), ..app.io() };
+    let read = AttentionIo { q: binding(&arena, 0, q), kv: vec![binding(&arena, 0, kv)], ..app.io() };
     assert_eq!(bind(read), Ok(()));
 }
 
@@ -391,7 +392,12 @@ fn appends_that_cannot_be_bound() {
             "v" => v = with,
             _ => kv = with,
         }
-        append.bind(&app.device, app.attention.kernels(), AppendSource { k, v, kv, head_scales: None }, &app.workspace)
+        append.bind(
+            &app.device,
+            app.attention.kernels(),
+            AppendSource { k, v, kv: vec![kv], head_scales: None },
+            &app.workspace,
+        )
     };
     for ((name, needed), buffer) in needed.into_iter().zip(&buffers) {
         let error = |with| bind(name, with).map(|_| ());
@@ -409,7 +415,7 @@ fn appends_that_cannot_be_bound() {
     let append = Append::upload(&small.device, &plan).unwrap();
     let buffers = needed.map(|(_, bytes)| storage(&small.device, bytes));
     let [k, v, kv] = buffers.each_ref().map(|buffer| buffer.as_entire_buffer_binding());
-    let source = AppendSource { k, v, kv, head_scales: None };
+    let source = AppendSource { k, v, kv: vec![kv], head_scales: None };
     assert_eq!(
         append.bind(&small.device, small.attention.kernels(), source, &small.workspace).map(|_| ()),
         Err(BindError::TooManyWorkgroups { kernel: "append", needed: groups, axis_max: 1 })
@@ -518,7 +524,7 @@ fn base_kernels_need_default_limits_and_no_features() {
     let append = Append::upload(&app.device, &plan).unwrap();
     let new_rows = [(); 2].map(|()| storage(&app.device, 41 * 2 * 3 * 16));
     let [k, v] = new_rows.each_ref().map(|buffer| buffer.as_entire_buffer_binding());
-    let source = AppendSource { k, v, kv: app.buffers[1].as_entire_buffer_binding(), head_scales: None };
+    let source = AppendSource { k, v, kv: vec![app.buffers[1].as_entire_buffer_binding()], head_scales: None };
     let append = append.bind(&app.device, app.attention.kernels(), source, &app.workspace).unwrap();
     let call = app.attention.bind(&app.device, &app.device_plan, app.io(), &app.workspace).unwrap();
     let mut encoder = app.device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
@@ -728,8 +734,9 @@ fn stores_have_the_bytes_that_are_counted() {
         let of_layers = |count: u32| u64::from(count) * u64::from(layers) * PAGE_BYTES;
         assert_eq!((made.bytes(), made.host_bytes(), made.layers()), (of_layers(pages), of_layers(slots), layers));
         for layer in 0..layers {
-            let pages = made.pages(layer).unwrap();
-            assert_eq!((pages.offset, pages.buffer.size()), (0, made.layout().bytes()));
+            let segments = made.pages(layer).unwrap();
+            let sizes: Vec<_> = segments.iter().map(|pages| (pages.offset, pages.buffer.size())).collect();
+            assert_eq!(sizes, [(0, made.layout().bytes())]);
         }
         let none = StoreError::Layer { found: layers, layers };
         assert_eq!(made.pages(layers).err(), Some(none.clone()));

@@ -8,6 +8,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::print_stdout)]
 
 use std::fmt::Write as _;
+use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Mutex;
@@ -30,7 +31,7 @@ const OUT: [Dtype; 2] = [Dtype::F32, Dtype::F16];
 /// A kernel, and what the host counts on.
 struct Variant {
     /// `None` for the kernel that depends on no configuration.
-    kernel: Option<(KernelId, KernelConfig)>,
+    source: Source,
     entry_point: &'static str,
     name: String,
     subgroup: u32,
@@ -39,9 +40,15 @@ struct Variant {
     lanes: u32,
 }
 
+/// What it is made from.
+enum Source {
+    Kernel(KernelId, Box<KernelConfig>),
+    CopyPages(NonZeroU32),
+}
+
 impl Variant {
     fn new(kernel: KernelId, config: KernelConfig) -> Self {
-        let KernelConfig { geometry, q, kv, new_rows, out, modifiers, variants } = config;
+        let KernelConfig { geometry, q, kv, new_rows, out, modifiers, segments, variants } = config;
         let Modifiers { window_left, softcap, alibi, sinks, mask, bias, shared_prefixes } = modifiers;
         let modifiers: String = [
             (window_left, "-window"),
@@ -58,8 +65,9 @@ impl Variant {
         let kv = kv.to_string().replace('/', "_");
         let rotary = new_rows.rotary.map_or(String::new(), |rotary| format!("-{:?}{}", rotary.pairing, rotary.dims));
         let new = if kernel == KernelId::Append { format!("-new_{}{rotary}", new_rows.dtype) } else { String::new() };
+        let segments = if segments.get() > 1 { format!("-segments{segments}") } else { String::new() };
         let name = format!(
-            "{}-{}-{}-g{}-d{}-v{}-q_{q}-kv_{kv}-out_{out}{modifiers}{new}",
+            "{}-{}-{}-g{}-d{}-v{}-q_{q}-kv_{kv}-out_{out}{modifiers}{new}{segments}",
             kernel.entry_point(),
             variants.prefill,
             variants.decode,
@@ -68,7 +76,7 @@ impl Variant {
             geometry.v_head_dim()
         );
         Self {
-            kernel: Some((kernel, config)),
+            source: Source::Kernel(kernel, Box::new(config)),
             entry_point: kernel.entry_point(),
             name,
             subgroup: kernel.subgroup(&config),
@@ -78,24 +86,27 @@ impl Variant {
         }
     }
 
-    /// The kernel that copies pages.
-    fn copy_pages() -> Self {
-        let (entry_point, name) = ("copy_pages", "copy_pages-g1-any-q_f32".to_owned());
-        Self { kernel: None, entry_point, name, subgroup: 0, workgroup_bytes: 0, storage_buffers: 3, lanes: LANES }
+    /// The kernel that copies pages in so many segments.
+    fn copy_pages(segments: u32) -> Self {
+        let (entry_point, name) = ("copy_pages", format!("copy_pages-g1-any-q_f32-{segments}"));
+        let source = Source::CopyPages(NonZeroU32::new(segments).expect("segments"));
+        let storage_buffers = 2 + segments;
+        Self { source, entry_point, name, subgroup: 0, workgroup_bytes: 0, storage_buffers, lanes: LANES }
     }
 
     fn wgsl(&self) -> Result<String, String> {
-        match &self.kernel {
-            Some((kernel, config)) => kernel.wgsl(config).map_err(|error| error.to_string()),
-            None => Ok(copy_pages_wgsl()),
+        match &self.source {
+            Source::Kernel(kernel, config) => kernel.wgsl(config),
+            Source::CopyPages(segments) => copy_pages_wgsl(*segments),
         }
+        .map_err(|error| error.to_string())
     }
 }
 
 /// Types of queries, keys and values, and output; new rows are in the type of the pages.
 fn kernels_of(geometry: HeadGeometry, (q, kv, out): (Dtype, Dtype, Dtype), variants: Variants) -> KernelConfig {
     let (kv, new_rows) = (kv.into(), kv.into());
-    KernelConfig { geometry, q, kv, new_rows, out, modifiers: Modifiers::NONE, variants }
+    KernelConfig { geometry, q, kv, new_rows, out, modifiers: Modifiers::NONE, segments: NonZeroU32::MIN, variants }
 }
 
 /// Every geometry with every stored type, and every mixture of types with two geometries: one whose rows end inside a
@@ -128,8 +139,34 @@ fn variants() -> Vec<Variant> {
     all.extend(alternatives());
     all.extend(modified());
     all.extend(stored());
-    all.push(Variant::copy_pages());
+    all.extend([1, 2, 6].map(Variant::copy_pages));
+    all.extend(segmented());
     all
+}
+
+/// Pools in several segments, in every variant: keys and values with and without scales, and both appends. WebGPU's eight
+/// storage buffers leave three to the pool, or two beside numbers per head.
+fn segmented() -> Vec<Variant> {
+    let plain = HeadGeometry::new(8, 2, 64).expect("a legal geometry");
+    let latent = HeadGeometry::latent(16, 576, 512).expect("a legal geometry");
+    let heads = Modifiers { alibi: true, ..Modifiers::NONE };
+    let f16 = KvDtype::F16;
+    [
+        (plain, KvDtypes { k: f16, v: f16 }, Modifiers::NONE, 3),
+        (plain, KvDtypes { k: f16, v: f16 }, heads, 2),
+        (plain, KvDtypes { k: KvDtype::Int8, v: f16 }, Modifiers::NONE, 3),
+        (plain, KvDtypes { k: KvDtype::Fp8, v: KvDtype::Int8 }, Modifiers::NONE, 2),
+        (latent, KvDtypes { k: f16, v: f16 }, Modifiers::NONE, 2),
+    ]
+    .into_iter()
+    .flat_map(|(geometry, kv, modifiers, segments)| {
+        let segments = NonZeroU32::new(segments).expect("segments");
+        let types = (Dtype::F32, Dtype::F16, Dtype::F32);
+        let config = move |variants| KernelConfig { kv, modifiers, segments, ..kernels_of(geometry, types, variants) };
+        Variants::all(&geometry).into_iter().map(config)
+    })
+    .flat_map(|config| KernelId::ALL.map(|kernel| Variant::new(kernel, config)))
+    .collect()
 }
 
 /// Each modifier alone, all of them together, and latent attention, in every variant.
@@ -442,7 +479,7 @@ fn every_shader_file_is_part_of_a_kernel_and_begins_with_its_purpose() {
     let converts = KernelConfig { kv: KvDtype::Int8.into(), ..config };
     let kernels = [config, converts].into_iter().flat_map(|config| KernelId::ALL.map(|kernel| (kernel, config)));
     let sources = kernels.map(|(kernel, config)| kernel.wgsl(&config).expect("the kernel expands"));
-    let sources: Vec<String> = sources.chain([copy_pages_wgsl()]).collect();
+    let sources: Vec<String> = sources.chain([copy_pages_wgsl(NonZeroU32::MIN).expect("the kernel expands")]).collect();
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("shaders");
     let mut files = 0;
     for folder in [root.clone(), root.join("lib")] {

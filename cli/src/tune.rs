@@ -140,6 +140,7 @@ impl TuneArgs {
                         new_rows: dtype.into(),
                         out: self.out_dtype.into(),
                         modifiers: Modifiers::NONE,
+                        segments: std::num::NonZeroU32::MIN,
                         variants,
                     };
                     if !configs.iter().any(|known| known.shape() == config.shape()) {

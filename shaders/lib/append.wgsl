@@ -1,10 +1,10 @@
 // What the append kernels share: parameters, new rows, status words.
 //
-// Bindings (group 0); 1 and 4 are the kernels' own:
+// Bindings (group 0); 1 and those from 5 on are the kernels' own:
 //   0 params    uniform, `AppendParams`
 //   2 new_k     [tokens, kv_heads] key rows, padded to whole chunks
 //   3 new_v     [tokens, kv_heads] value rows, alike
-//   5 workspace its status words
+//   4 workspace its status words
 
 struct AppendParams {
     k_rows: RowLayout,
@@ -30,4 +30,4 @@ struct Workspace {
 @group(0) @binding(0) var<uniform> params: AppendParams;
 @group(0) @binding(2) var<storage, read> new_k: array<vec4<u32>>;
 @group(0) @binding(3) var<storage, read> new_v: array<vec4<u32>>;
-@group(0) @binding(5) var<storage, read_write> workspace: Workspace;
+@group(0) @binding(4) var<storage, read_write> workspace: Workspace;

@@ -14,7 +14,8 @@
 //   heads      [q_heads] of (ALiBi slope, sink), where either is on; then [kv_heads] of (key scale, value scale), where
 //              either is fp8
 //   bias       [1 or q_heads, pairs of query row and key] of BIAS_DTYPE; where it is on
-//   kv_pages   [pages] of keys, values, scales of key rows and of value rows, addressed by `row_offset`; K_DTYPE, V_DTYPE
+//   kv_pages_N [pages] of keys, values, scales of key rows and of value rows, addressed by `row_offset`; K_DTYPE, V_DTYPE
+//              (lib/pages.wgsl)
 //
 // Preconditions, checked by `Batch::validate`, `Attention::plan` and `Attention::bind`: indptrs, page ids,
 // lengths, buffer sizes. A page id is checked again by `checked_page`.
@@ -68,7 +69,6 @@ struct Workspace {
 //if BIAS
 @group(0) @binding(${BIAS_BINDING}) var<storage, read> bias: array<u32>;
 //end
-@group(0) @binding(${KV_BINDING}) var<storage, read> kv_pages: array<vec4<u32>>;
 
 // A sequence of the batch; or, with SHARED, the prefix of some: their rows, one after the other, and the keys that they
 // share.

@@ -8,19 +8,19 @@ fn load_q(row: u32, chunk: u32) -> Chunk {
 // `row` comes from `row_offset`. What has a scale comes without it.
 fn load_key(row: u32, chunk: u32) -> Chunk {
     //if K_SCALED
-    return unpack_byte_chunk(K_DTYPE, kv_pages[row + chunk / 2u], chunk, HEAD_DIM);
+    return unpack_byte_chunk(K_DTYPE, load_pages(row + chunk / 2u), chunk, HEAD_DIM);
     //else
     let vector = row + chunk * chunk_vectors(K_DTYPE);
-    return unpack_chunk(K_DTYPE, kv_pages[vector], kv_pages[vector + chunk_vectors(K_DTYPE) - 1u], chunk, HEAD_DIM);
+    return unpack_chunk(K_DTYPE, load_pages(vector), load_pages(vector + chunk_vectors(K_DTYPE) - 1u), chunk, HEAD_DIM);
     //end
 }
 
 fn load_value(row: u32, chunk: u32) -> Chunk {
     //if V_SCALED
-    return unpack_byte_chunk(V_DTYPE, kv_pages[row + chunk / 2u], chunk, V_HEAD_DIM);
+    return unpack_byte_chunk(V_DTYPE, load_pages(row + chunk / 2u), chunk, V_HEAD_DIM);
     //else
     let vector = row + chunk * chunk_vectors(V_DTYPE);
-    return unpack_chunk(V_DTYPE, kv_pages[vector], kv_pages[vector + chunk_vectors(V_DTYPE) - 1u], chunk, V_HEAD_DIM);
+    return unpack_chunk(V_DTYPE, load_pages(vector), load_pages(vector + chunk_vectors(V_DTYPE) - 1u), chunk, V_HEAD_DIM);
     //end
 }
 
@@ -67,7 +67,7 @@ fn key_scales(page: u32, kv_head: u32, key: u32) -> vec2<f32> {
 
 //if ROW_SCALES
 fn row_scale(word: u32) -> f32 {
-    let words = kv_pages[word / 4u];
+    let words = load_pages(word / 4u);
     return bitcast<f32>(words[word % 4u]);
 }
 //end

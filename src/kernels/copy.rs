@@ -1,27 +1,38 @@
-//! The kernel that copies pages: the one that depends on no configuration.
+//! The kernel that copies pages: it depends on nothing but the number of their segments.
+
+use std::num::NonZeroU32;
 
 use super::Access::{Read, Uniform, Write};
-use super::{BuildError, LANES, Need, layout, pipeline};
+use super::{BuildError, LANES, Need, layout, pipeline, source};
 use crate::status::STATUS_WORDS;
 
 /// Its entry point, and the name of its file.
 const NAME: &str = "copy_pages";
 
-/// Storage buffers that it binds: the copies, the pages, the status words.
-const STORAGE_BUFFERS: u32 = 3;
+/// Storage buffers that it binds before the pages: the copies, the status words.
+const OTHER_STORAGE_BUFFERS: u32 = 2;
 
-/// The whole WGSL module of the kernel that copies pages, `copy_pages`.
-pub fn copy_pages_wgsl() -> String {
-    [
-        "// Constants; written by the host.",
-        &format!("const LANES = {LANES}u;"),
-        &format!("const STATUS_WORDS = {STATUS_WORDS}u;"),
-        "",
+/// The whole WGSL module of the kernel that copies pages, `copy_pages`, for pages in so many segments.
+///
+/// # Errors
+/// [`BuildError::Template`] where the file is not of the form that the host expects.
+pub fn copy_pages_wgsl(segments: NonZeroU32) -> Result<String, BuildError> {
+    let constants = [
+        ("LANES", LANES),
+        ("STATUS_WORDS", STATUS_WORDS),
+        ("KV_BINDING", OTHER_STORAGE_BUFFERS + 1),
+        ("SEGMENTS", segments.get()),
+        ("SEGMENTED", (segments.get() > 1).into()),
+        ("WRITES_PAGES", 1),
+        ("PAGES_IN_WORDS", 0),
+    ];
+    let files = [
         include_str!("../../shaders/lib/grid.wgsl"),
         include_str!("../../shaders/lib/status.wgsl"),
+        include_str!("../../shaders/lib/pages.wgsl"),
         include_str!("../../shaders/copy_pages.wgsl"),
-    ]
-    .join("\n")
+    ];
+    source::module(NAME, &constants, files)
 }
 
 #[derive(Clone, Debug)]
@@ -35,16 +46,18 @@ impl CopyKernel {
     ///
     /// # Errors
     /// [`BuildError`].
-    pub async fn new(device: &wgpu::Device, edits: &[(&str, &str)]) -> Result<Self, BuildError> {
-        Need { workgroup_bytes: 0, lanes: LANES, storage_buffers: STORAGE_BUFFERS }.check(&device.limits(), NAME)?;
-        let mut wgsl = copy_pages_wgsl();
+    pub async fn new(device: &wgpu::Device, segments: NonZeroU32, edits: &[(&str, &str)]) -> Result<Self, BuildError> {
+        let storage_buffers = OTHER_STORAGE_BUFFERS.saturating_add(segments.get());
+        Need { workgroup_bytes: 0, lanes: LANES, storage_buffers }.check(&device.limits(), NAME)?;
+        let mut wgsl = copy_pages_wgsl(segments)?;
         for (from, to) in edits {
             if !wgsl.contains(from) {
                 return Err(BuildError::Edit { kernel: NAME, from: (*from).into() });
             }
             wgsl = wgsl.replace(from, to);
         }
-        let layout = layout(device, NAME, &[Uniform, Read, Write, Write]);
+        let accesses: Vec<_> = [Uniform, Read, Write].into_iter().chain((0..segments.get()).map(|_| Write)).collect();
+        let layout = layout(device, NAME, &accesses);
         Ok(Self { pipeline: pipeline(device, NAME, wgsl, &layout).await?, layout })
     }
 }

@@ -12,6 +12,7 @@ mod tiles;
 mod variant;
 
 use std::fmt;
+use std::num::NonZeroU32;
 use std::sync::Arc;
 
 use thiserror::Error;
@@ -48,6 +49,8 @@ pub struct KernelConfig {
     pub out: Dtype,
     /// What happens to scores besides the scale.
     pub modifiers: Modifiers,
+    /// Bindings that the pool lies in ([`crate::KvLayout::segments`]).
+    pub segments: NonZeroU32,
     /// How they are built.
     pub variants: Variants,
 }
@@ -114,17 +117,18 @@ pub struct KernelShape {
 }
 
 impl KernelShape {
-    /// A configuration of this shape, with one KV head, without modifiers, and with new rows in the type of the pages, or
-    /// of the queries where those have none that a tensor could have.
+    /// A configuration of this shape, with one KV head, without modifiers, with the pool in one binding, and with new rows
+    /// in the type of the pages, or of the queries where those have none that a tensor could have.
     pub fn config(&self, variants: Variants) -> KernelConfig {
         let Self { geometry, q, kv, out } = *self;
         let new_rows = kv.float().unwrap_or(q).into();
-        KernelConfig { geometry, q, kv, new_rows, out, modifiers: Modifiers::NONE, variants }
+        let (modifiers, segments) = (Modifiers::NONE, NonZeroU32::MIN);
+        KernelConfig { geometry, q, kv, new_rows, out, modifiers, segments, variants }
     }
 }
 
 /// See [`KernelConfig::pipeline_key`].
-pub type PipelineKey = (KernelShape, NewRows, Modifiers, Variants);
+pub type PipelineKey = (KernelShape, NewRows, Modifiers, NonZeroU32, Variants);
 
 impl KernelConfig {
     /// The configuration without its variants, and of the head counts their ratio alone.
@@ -135,7 +139,7 @@ impl KernelConfig {
 
     /// Equal for two configurations exactly if the same pipelines serve both.
     pub fn pipeline_key(&self) -> PipelineKey {
-        (self.shape(), self.new_rows, self.modifiers, self.variants)
+        (self.shape(), self.new_rows, self.modifiers, self.segments, self.variants)
     }
 
     /// The variants to try, best first: [`Variants::candidates`] of the geometry, with more rows where prefixes are shared.
@@ -161,7 +165,8 @@ impl KernelConfig {
 
 impl fmt::Display for KernelConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} {}", self.shape(), self.variants)
+        write!(f, "{} {}", self.shape(), self.variants)?;
+        if self.segments.get() > 1 { write!(f, " segments={}", self.segments) } else { Ok(()) }
     }
 }
 
@@ -189,6 +194,23 @@ pub enum BuildError {
         found: u64,
         /// What the kernel needs.
         needed: u64,
+    },
+    /// The pool lies in more segments than the device has bindings for.
+    #[error(
+        "kernel `{kernel}` needs {needed} storage buffers for a pool in {segments} segments; the device allows {found}, \
+         and so at most {fit} segments"
+    )]
+    Segments {
+        /// The kernel's name.
+        kernel: &'static str,
+        /// Segments of the pool.
+        segments: u32,
+        /// The most segments that the kernel could have.
+        fit: u32,
+        /// The device's `max_storage_buffers_per_shader_stage`.
+        found: u32,
+        /// Storage buffers that the kernel needs.
+        needed: u32,
     },
     /// A shader file's template is broken: a fault of this crate.
     #[error("kernel `{kernel}`: {message}")]
@@ -274,15 +296,15 @@ pub(crate) struct Layouts {
 
 impl Layouts {
     fn new(device: &wgpu::Device, config: &KernelConfig) -> Self {
-        let with_reads = |mut accesses: Vec<Access>, kernel: KernelId| {
-            accesses.resize(kernel.storage_buffers(config) as usize + 1, Read);
+        let with_pages = |mut accesses: Vec<Access>, kernel: KernelId, pages: Access| {
+            // Slopes, sinks and scales, the bias.
+            accesses.resize(kernel.other_storage_buffers(config) as usize + 1, Read);
+            accesses.resize(kernel.storage_buffers(config) as usize + 1, pages);
             layout(device, kernel.entry_point(), &accesses)
         };
         Self {
-            // Slopes, sinks and scales, the bias, the pages.
-            attention: with_reads(vec![Uniform, Read, Read, Write, Write, Write], KernelId::Prefill),
-            // Scales.
-            append: with_reads(vec![Uniform, Read, Read, Read, Write, Write], KernelId::Append),
+            attention: with_pages(vec![Uniform, Read, Read, Write, Write, Write], KernelId::Prefill, Read),
+            append: with_pages(vec![Uniform, Read, Read, Read, Write], KernelId::Append, Write),
         }
     }
 
@@ -372,6 +394,7 @@ fn check(device: &wgpu::Device, config: &KernelConfig) -> Result<(), BuildError>
         if subgroup > 0 && !device.features().contains(wgpu::Features::SUBGROUP) {
             return Err(BuildError::Subgroups { kernel: kernel.entry_point(), subgroup });
         }
+        check_segments(&device.limits(), kernel, config)?;
         let need = Need {
             workgroup_bytes: kernel.workgroup_bytes(config),
             lanes: kernel.lanes(config),
@@ -380,6 +403,21 @@ fn check(device: &wgpu::Device, config: &KernelConfig) -> Result<(), BuildError>
         need.check(&device.limits(), kernel.entry_point())?;
     }
     Ok(())
+}
+
+/// Says how many segments there could be. A kernel that could not even have one wants another device, not another pool.
+fn check_segments(limits: &wgpu::Limits, kernel: KernelId, config: &KernelConfig) -> Result<(), BuildError> {
+    let (found, needed) = (limits.max_storage_buffers_per_shader_stage, kernel.storage_buffers(config));
+    match found.checked_sub(kernel.other_storage_buffers(config)) {
+        Some(fit) if (1..config.segments.get()).contains(&fit) => Err(BuildError::Segments {
+            kernel: kernel.entry_point(),
+            segments: config.segments.get(),
+            fit,
+            found,
+            needed,
+        }),
+        _ => Ok(()),
+    }
 }
 
 /// What a kernel needs of a device.

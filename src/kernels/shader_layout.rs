@@ -2,6 +2,7 @@
 //! alone.
 
 use std::mem::{offset_of, size_of};
+use std::num::NonZeroU32;
 
 use super::{AdapterFacts, KernelConfig, KernelId, Modifiers, Variants, copy_pages_wgsl};
 use crate::geometry::{Dtype, HeadGeometry};
@@ -27,7 +28,16 @@ fn shader_layout(kernel: KernelId, name: &str) -> Layout {
     let (q, kv, new_rows, out) = (Dtype::F32, Dtype::F32.into(), Dtype::F32.into(), Dtype::F32);
     let variants = Variants::base(&AdapterFacts::PLAIN_GPU, &geometry);
     let source = kernel
-        .wgsl(&KernelConfig { geometry, q, kv, new_rows, out, modifiers: Modifiers::NONE, variants })
+        .wgsl(&KernelConfig {
+            geometry,
+            q,
+            kv,
+            new_rows,
+            out,
+            modifiers: Modifiers::NONE,
+            segments: NonZeroU32::MIN,
+            variants,
+        })
         .expect("the kernel expands");
     layout_in(&source, name)
 }
@@ -108,6 +118,6 @@ fn append_parameters_agree() {
 #[test]
 fn copy_parameters_agree() {
     let host = host_layout!(CopyParams { page_vectors, page_count, page_groups, groups });
-    assert_eq!(layout_in(&copy_pages_wgsl(), "CopyParams"), host);
+    assert_eq!(layout_in(&copy_pages_wgsl(NonZeroU32::MIN).expect("the kernel expands"), "CopyParams"), host);
     assert!(u64::from(host.1) <= PARAMS_BYTES, "{} bytes of parameters", host.1);
 }

@@ -12,8 +12,9 @@ use crate::plan::{ITEM_WORDS, RECORD_WORDS};
 use crate::status::STATUS_WORDS;
 
 /// What all kernels share.
-const COMMON: [&str; 3] = [
+const COMMON: [&str; 4] = [
     include_str!("../../shaders/lib/address.wgsl"),
+    include_str!("../../shaders/lib/pages.wgsl"),
     include_str!("../../shaders/lib/grid.wgsl"),
     include_str!("../../shaders/lib/status.wgsl"),
 ];
@@ -103,9 +104,14 @@ impl KernelId {
 
     /// Storage buffers that the kernel binds.
     pub fn storage_buffers(self, config: &KernelConfig) -> u32 {
+        self.other_storage_buffers(config).saturating_add(config.segments.get())
+    }
+
+    /// Storage buffers besides the segments of the pool, whose bindings are the last: binding 0 is a uniform buffer.
+    pub(crate) fn other_storage_buffers(self, config: &KernelConfig) -> u32 {
         match self {
-            Self::Prefill | Self::Decode | Self::Merge => Bindings::new(config).kv,
-            Self::Append => 5 + u32::from(config.kv.of(&config.geometry).has_head_scales()),
+            Self::Prefill | Self::Decode | Self::Merge => Bindings::new(config).kv - 1,
+            Self::Append => 4 + u32::from(config.kv.of(&config.geometry).has_head_scales()),
         }
     }
 
@@ -114,24 +120,32 @@ impl KernelId {
     /// # Errors
     /// [`BuildError::Template`] for a shader file with a broken template.
     pub fn wgsl(self, config: &KernelConfig) -> Result<String, BuildError> {
-        let constants = constants(config);
-        let lookup = |name: &str| constants.iter().find(|(known, _)| *known == name).map(|(_, value)| *value);
-        let mut files = String::new();
-        for file in self.files(config) {
-            let expanded = template::expand(file, &lookup)
-                .map_err(|message| BuildError::Template { kernel: self.entry_point(), message })?;
-            files.push('\n');
-            files.push_str(&expanded);
-        }
-        let mut text = String::from("// Constants of one configuration; written by the host.\n");
-        // Only what is mentioned: kernels that do not depend on a variant have the same text with every one.
-        for (name, value) in constants.iter().filter(|(name, _)| files.contains(name)) {
-            // Writing to a string cannot fail.
-            let _ = writeln!(text, "const {name} = {value}u;");
-        }
-        text.push_str(&files);
-        Ok(text)
+        let constants = constants(self, config);
+        module(self.entry_point(), &constants, self.files(config))
     }
+}
+
+/// One module of the constants and the files, whose templates are expanded with them.
+pub(super) fn module(
+    kernel: &'static str,
+    constants: &[(&'static str, u32)],
+    files: impl IntoIterator<Item = &'static str>,
+) -> Result<String, BuildError> {
+    let lookup = |name: &str| constants.iter().find(|(known, _)| *known == name).map(|(_, value)| *value);
+    let mut expanded = String::new();
+    for file in files {
+        expanded.push('\n');
+        expanded
+            .push_str(&template::expand(file, &lookup).map_err(|message| BuildError::Template { kernel, message })?);
+    }
+    let mut text = String::from("// Constants of one configuration; written by the host.\n");
+    // Only what is mentioned: kernels that do not depend on a variant have the same text with every one.
+    for (name, value) in constants.iter().filter(|(name, _)| expanded.contains(name)) {
+        // Writing to a string cannot fail.
+        let _ = writeln!(text, "const {name} = {value}u;");
+    }
+    text.push_str(&expanded);
+    Ok(text)
 }
 
 /// Binding numbers of the attention kernels' last buffers; those before are the same for all.
@@ -141,7 +155,7 @@ pub(crate) struct Bindings {
     pub heads: Option<u32>,
     /// Of the bias.
     pub bias: Option<u32>,
-    /// Of the pages: the last, and so the number of storage buffers, since the parameters are binding 0.
+    /// Of the first segment of the pages; the others follow, and nothing else.
     pub kv: u32,
 }
 
@@ -174,7 +188,7 @@ fn kv_dtype_code(dtype: KvDtype) -> u32 {
     }
 }
 
-fn constants(config: &KernelConfig) -> Vec<(&'static str, u32)> {
+fn constants(kernel: KernelId, config: &KernelConfig) -> Vec<(&'static str, u32)> {
     let (geometry, tiles, Variants { prefill, decode }) = (&config.geometry, config.tiles(), config.variants);
     let (modifiers, bindings) = (&config.modifiers, Bindings::new(config));
     let kv = config.kv.of(geometry);
@@ -214,7 +228,11 @@ fn constants(config: &KernelConfig) -> Vec<(&'static str, u32)> {
         ("BIAS_F32", (modifiers.bias == Some(Dtype::F32)).into()),
         ("HEADS_BINDING", bindings.heads.unwrap_or(0)),
         ("BIAS_BINDING", bindings.bias.unwrap_or(0)),
-        ("KV_BINDING", bindings.kv),
+        ("KV_BINDING", kernel.other_storage_buffers(config) + 1),
+        ("SEGMENTS", config.segments.get()),
+        ("SEGMENTED", (config.segments.get() > 1).into()),
+        ("WRITES_PAGES", (kernel == KernelId::Append).into()),
+        ("PAGES_IN_WORDS", (kernel == KernelId::Append && !config.append_copies()).into()),
         ("LANES", LANES),
         ("NEW_DTYPE", dtype_code(config.new_rows.dtype)),
         ("V_ROWS", (!geometry.is_latent()).into()),

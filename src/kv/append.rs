@@ -6,7 +6,9 @@ use thiserror::Error;
 use super::dtypes::KvDtypes;
 use super::layout::{KvLayout, RowLayout, VECTOR_BYTES};
 use super::rotary::{Rotary, RotaryError, RotaryShape};
-use crate::attention::{BindError, Dispatch, STATUS_ROOM, Workspace, bind_group, dispatch, storage_bindings};
+use crate::attention::{
+    BindError, Dispatch, STATUS_ROOM, Workspace, bind_group, dispatch, page_entries, storage_bindings,
+};
 use crate::batch::{Batch, BatchError, NO_PAGE};
 use crate::geometry::{Dtype, HeadGeometry};
 use crate::kernels::{KernelConfig, KernelId, Kernels, LANES, append_row_lanes};
@@ -184,6 +186,11 @@ impl AppendPlan {
         let tokens = words.len() as u32;
         let rows = NewRows { dtype, rotary: rotation.map(|rotation| rotation.rotary.shape()) };
         let source = SourceVectors::new(layout, &rows, tokens)?;
+        // A conversion addresses words.
+        let (needed, limit) = (layout.bytes() / 4, u32::MAX.into());
+        if !rows.copied(layout.dtypes()) && needed > limit {
+            return Err(AppendError::TooLarge { what: "words of pages that it converts to", needed, limit });
+        }
         if let Some(Rotation { rotary, positions: given }) = rotation {
             rotary.shape().check(geometry.head_dim())?;
             let positions = given.unwrap_or(&positions);
@@ -288,8 +295,8 @@ pub struct AppendSource<'a> {
     pub k: wgpu::BufferBinding<'a>,
     /// Value rows `[tokens, kv_heads, v_head_dim]`, alike; any buffer where values are part of the keys.
     pub v: wgpu::BufferBinding<'a>,
-    /// The layer's pages.
-    pub kv: wgpu::BufferBinding<'a>,
+    /// The layer's pages, a binding for each segment of the pool ([`KvLayout`]).
+    pub kv: Vec<wgpu::BufferBinding<'a>>,
     /// Where keys or values are fp8: pairs `(k_scale, v_scale)` in f32, `[kv_heads, 2]`, each from 2^-100 to 2^100. What
     /// has no scale may hold anything.
     pub head_scales: Option<wgpu::BufferBinding<'a>>,
@@ -345,7 +352,6 @@ impl Append {
             ("append plan", slots, 4 * append_words(&self.rows, tokens).max(1)),
             ("k", source.k, k_bytes),
             ("v", source.v, v_bytes),
-            ("kv", source.kv, self.layout.bytes().max(16)),
             ("workspace", workspace.status_binding(), STATUS_ROOM),
         ];
         let buffer = "head scales";
@@ -354,6 +360,7 @@ impl Append {
             (None, false) => {}
             (given, _) => return Err(BindError::Extra { buffer, given: given.is_some() }),
         }
+        entries.extend(page_entries(&self.layout, source.kv)?);
         let bindings = storage_bindings(&limits, &entries, &["kv", "workspace"])?;
         let dispatch = if groups > 0 { Some(dispatch(&limits, KernelId::Append, groups)?) } else { None };
         let params = wgpu::BufferBinding { buffer: &self.buffer, offset: 0, size: wgpu::BufferSize::new(PARAMS_BYTES) };
@@ -371,6 +378,9 @@ impl Append {
     fn check_kernels(&self, config: &KernelConfig) -> Result<(), BindError> {
         let KernelConfig { geometry, kv, new_rows, .. } = config;
         let copies = self.rows.copied(self.layout.dtypes());
+        if config.segments != self.layout.segments() {
+            return Err(BindError::OtherLayout);
+        }
         if copies && config.append_copies() {
             return Ok(());
         }
@@ -464,6 +474,22 @@ mod tests {
         let plan = AppendPlan::converting(&latent, &BATCH, Dtype::Bf16, None).unwrap();
         assert_eq!(plan.params.groups, 1);
         assert_eq!(plan.source.bytes(), [3 * 3 * 16, 16]);
+    }
+
+    /// A conversion addresses words: what a copy could still write is refused.
+    #[test]
+    fn pools_past_words_of_32_bits() {
+        let geometry = HeadGeometry::new(2, 2, 128).unwrap();
+        let layout = |pages| KvLayout::new(geometry, Dtype::F16, PageSize::new(16).unwrap(), pages).unwrap();
+        let most = (u64::from(u32::MAX) * 4 / layout(1).page_bytes()) as u32;
+        let batch = Batch { q_indptr: &[0, 1], page_indptr: &[0, 1], page_ids: &[most - 1], kv_len: &[1] };
+        assert!(AppendPlan::converting(&layout(most), &batch, Dtype::F32, None).is_ok());
+        assert!(AppendPlan::new(&layout(most + 1), &batch).is_ok());
+        let refused = AppendPlan::converting(&layout(most + 1), &batch, Dtype::F32, None);
+        let (needed, limit) = (layout(most + 1).bytes() / 4, u64::from(u32::MAX));
+        assert!(needed > limit);
+        let what = "words of pages that it converts to";
+        assert_eq!(refused, Err(AppendError::TooLarge { what, needed, limit }));
     }
 
     #[test]

@@ -204,9 +204,9 @@ struct Run {
 #[derive(Debug)]
 #[must_use = "the pool counts on these copies"]
 pub struct PageCopies {
-    layers: Vec<wgpu::Buffer>,
+    layers: Vec<Vec<wgpu::Buffer>>,
     pipeline: wgpu::ComputePipeline,
-    page_bytes: u64,
+    layout: KvLayout,
     runs: Vec<Run>,
     to_host: Option<ToHost>,
     from_host: Option<wgpu::Buffer>,
@@ -258,7 +258,7 @@ impl KvStore {
             ToHost { store: self.id, ticket, slots: to_host, buffer }
         });
         let (layers, pipeline) = (self.layers.clone(), self.kernel.pipeline.clone());
-        Ok(PageCopies { layers, pipeline, page_bytes: self.layout.page_bytes(), runs, to_host, from_host })
+        Ok(PageCopies { layers, pipeline, layout: self.layout, runs, to_host, from_host })
     }
 
     fn runs(&self, device: &wgpu::Device, copies: &[PageCopy], workspace: &Workspace) -> Result<Vec<Run>, CopyError> {
@@ -309,12 +309,15 @@ impl KvStore {
         let list = plan_buffer(device, "page copies", bytemuck::bytes_of(&params), words)?;
         let params = wgpu::BufferBinding { buffer: &list, offset: 0, size: wgpu::BufferSize::new(PARAMS_BYTES) };
         let pairs = wgpu::BufferBinding { buffer: &list, offset: PARAMS_BYTES, size: None };
-        let bindings = self.layers.iter().map(|pages| {
-            let entries = [
+        let bindings = self.layers.iter().map(|segments| {
+            let mut entries = vec![
                 ("page copies", pairs.clone(), words.len() as u64),
-                ("kv", pages.as_entire_buffer_binding(), self.layout.bytes()),
                 ("workspace", workspace.status_binding(), STATUS_ROOM),
             ];
+            let bytes = self.layout.segment_bytes();
+            entries.extend(
+                segments.iter().zip(bytes).map(|(pages, bytes)| ("kv", pages.as_entire_buffer_binding(), bytes)),
+            );
             let bindings = storage_bindings(&limits, &entries, &["kv", "workspace"])?;
             Ok(bind_group(device, &self.kernel.layout, std::iter::once(params.clone()).chain(bindings)))
         });
@@ -368,7 +371,8 @@ impl PageCopies {
     /// Records the copies: before the appends of the same step, and after all that was recorded when the pool made
     /// the list. What goes to the host comes back, to be received.
     pub fn encode(self, encoder: &mut wgpu::CommandEncoder) -> Option<ToHost> {
-        let slot_bytes = self.page_bytes * self.layers.len() as u64;
+        let page_bytes = self.layout.page_bytes();
+        let slot_bytes = page_bytes * self.layers.len() as u64;
         for run in &self.runs {
             if !run.bindings.is_empty() {
                 let descriptor = wgpu::ComputePassDescriptor { label: Some("page copies"), timestamp_writes: None };
@@ -380,19 +384,24 @@ impl PageCopies {
                     pass.dispatch_workgroups(x, y, z);
                 }
             }
-            for (layer, pages) in (0..).zip(&self.layers) {
-                let in_pages = |page: u32| u64::from(page) * self.page_bytes;
-                let in_staging = |number: u64| number * slot_bytes + layer * self.page_bytes;
+            for (layer, segments) in (0..).zip(&self.layers) {
+                let in_pages = |page: u32| {
+                    let (segment, byte) = self.layout.place_of(page);
+                    segments.get(segment).map(|pages| (pages, byte))
+                };
+                let in_staging = |number: u64| number * slot_bytes + layer * page_bytes;
                 if let Some(ToHost { buffer, .. }) = &self.to_host {
                     for (page, number) in &run.to_host {
-                        let (from, to) = (in_pages(*page), in_staging(*number));
-                        encoder.copy_buffer_to_buffer(pages, from, buffer, to, self.page_bytes);
+                        if let Some((pages, from)) = in_pages(*page) {
+                            encoder.copy_buffer_to_buffer(pages, from, buffer, in_staging(*number), page_bytes);
+                        }
                     }
                 }
                 if let Some(buffer) = &self.from_host {
                     for (page, number) in &run.to_device {
-                        let (from, to) = (in_staging(*number), in_pages(*page));
-                        encoder.copy_buffer_to_buffer(buffer, from, pages, to, self.page_bytes);
+                        if let Some((pages, to)) = in_pages(*page) {
+                            encoder.copy_buffer_to_buffer(buffer, in_staging(*number), pages, to, page_bytes);
+                        }
                     }
                 }
             }

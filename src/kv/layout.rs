@@ -1,5 +1,7 @@
 //! Where each key and value row lies: one addressing function with strides.
 
+use std::num::NonZeroU32;
+
 use bytemuck::{Pod, Zeroable};
 use thiserror::Error;
 
@@ -25,10 +27,10 @@ pub enum LayoutError {
         /// The largest pool, in bytes.
         limit: u64,
     },
-    /// The pool does not fit into one binding of the device.
-    #[error("the pool needs a binding of {needed} bytes; the device allows {found}")]
+    /// The pool, or a segment of it, does not fit into one binding of the device; or not even a page does.
+    #[error("the pages need a binding of {needed} bytes; the device allows {found}")]
     Binding {
-        /// Bytes of the pool.
+        /// Bytes of the pool, of a segment or of a page.
         needed: u64,
         /// The device's `max_storage_buffer_binding_size`, or its `max_buffer_size` where that is less.
         found: u64,
@@ -72,7 +74,9 @@ pub enum RowOrder {
 /// order; then, where rows have scales of their own ([`crate::KvDtype::Int8`]), those of the keys and those of the values, in f32
 /// and in the order of the rows.
 ///
-/// Whatever belongs to a page lies together, so that a pool takes one binding and a page is copied as one range. Rows are
+/// Whatever belongs to a page lies together, so that a pool takes one binding and a page is copied as one range. A pool that
+/// is larger than a binding lies in several *segments* ([`KvLayout::within`]), one binding each, with the same number of whole
+/// pages each, the last one with those that are left. The ids of pages count through all of them. Rows are
 /// padded to multiples of [`crate::ROW_ALIGN`] elements and of 16 bytes; what lies in the padding, in slots past a
 /// sequence's end and in pages without an owner never matters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -82,6 +86,8 @@ pub struct KvLayout {
     order: RowOrder,
     page_size: PageSize,
     page_count: u32,
+    /// Pages of every segment but the last; all of them where there is one.
+    segment_pages: u32,
     k_rows: RowLayout,
     v_rows: RowLayout,
     k_scales: RowLayout,
@@ -136,6 +142,7 @@ impl KvLayout {
             order: RowOrder::HeadSlot,
             page_size,
             page_count,
+            segment_pages: page_count,
             k_rows: rows_at(0),
             v_rows: rows_at(if latent { 0 } else { slots * u128::from(k_row) }),
             k_scales: scales_at(dtypes.k, rows),
@@ -161,7 +168,30 @@ impl KvLayout {
         Self { order, ..self }
     }
 
-    /// The same kind of pool with other pages.
+    /// The same pool in segments of so many pages each.
+    #[must_use]
+    pub fn with_segment_pages(self, pages: NonZeroU32) -> Self {
+        Self { segment_pages: pages.get().min(self.page_count), ..self }
+    }
+
+    /// The same pool in segments that a device with these limits can bind, each as large as may be; in one segment if that
+    /// is enough.
+    ///
+    /// # Errors
+    /// [`LayoutError::Binding`] if not even a page fits.
+    pub fn within(self, limits: &wgpu::Limits) -> Result<Self, LayoutError> {
+        let (needed, found) = (self.page_bytes(), binding_bytes(limits));
+        if self.bytes <= found {
+            return Ok(Self { segment_pages: self.page_count, ..self });
+        }
+        // Fewer than all pages fit, of which there are less than 2^32.
+        match NonZeroU32::new(found.checked_div(needed).unwrap_or(0) as u32) {
+            Some(pages) => Ok(self.with_segment_pages(pages)),
+            None => Err(LayoutError::Binding { needed, found }),
+        }
+    }
+
+    /// The same kind of pool with other pages, in one segment.
     ///
     /// # Errors
     /// As [`KvLayout::new`].
@@ -192,6 +222,30 @@ impl KvLayout {
     /// Pages in the pool.
     pub fn page_count(&self) -> u32 {
         self.page_count
+    }
+
+    /// Segments that the pool lies in.
+    pub fn segments(&self) -> NonZeroU32 {
+        let segments = self.page_count.checked_div(self.segment_pages).unwrap_or(0);
+        let rest = u32::from(segments * self.segment_pages < self.page_count);
+        NonZeroU32::new(segments + rest).unwrap_or(NonZeroU32::MIN)
+    }
+
+    /// Pages of a segment; of the last one, at most so many.
+    pub fn segment_pages(&self) -> u32 {
+        self.segment_pages
+    }
+
+    /// Bytes of each segment. One after the other they are the pool.
+    pub fn segment_bytes(&self) -> impl Iterator<Item = u64> + use<> {
+        let (page_bytes, pages, count) = (self.page_bytes(), self.segment_pages, self.page_count);
+        (0..self.segments().get()).map(move |segment| u64::from(pages.min(count - segment * pages)) * page_bytes)
+    }
+
+    /// The segment of a page, and the byte in it where the page begins.
+    pub fn place_of(&self, page: u32) -> (usize, u64) {
+        let pages = self.segment_pages.max(1);
+        ((page / pages) as usize, u64::from(page % pages) * self.page_bytes())
     }
 
     /// Strides of the key rows.
@@ -239,28 +293,45 @@ impl KvLayout {
         row_vectors(&self.geometry, self.dtypes)
     }
 
-    /// Creates the pool's buffer (`STORAGE | COPY_DST | COPY_SRC`, zeroed by the device).
+    /// Creates a buffer for the whole pool (`STORAGE | COPY_DST | COPY_SRC`, zeroed by the device).
     ///
     /// # Errors
     /// [`LayoutError::Binding`] if the device cannot bind so much at once.
     pub fn create_buffer(&self, device: &wgpu::Device) -> Result<wgpu::Buffer, LayoutError> {
-        self.check_binding(&device.limits())?;
-        Ok(device.create_buffer(&wgpu::BufferDescriptor {
-            label: Some("kv pages"),
-            size: self.bytes.max(VECTOR_BYTES.into()),
-            usage: wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_DST | wgpu::BufferUsages::COPY_SRC,
-            mapped_at_creation: false,
-        }))
+        create_buffer(device, self.bytes)
     }
 
-    /// Refuses a pool that a device with these limits cannot bind at once.
-    pub(super) fn check_binding(&self, limits: &wgpu::Limits) -> Result<(), LayoutError> {
-        let found = limits.max_storage_buffer_binding_size.min(limits.max_buffer_size);
-        if self.bytes > found {
-            return Err(LayoutError::Binding { needed: self.bytes, found });
-        }
-        Ok(())
+    /// Creates a buffer for each segment, alike.
+    ///
+    /// # Errors
+    /// [`LayoutError::Binding`] if the device cannot bind a segment at once.
+    pub fn create_segments(&self, device: &wgpu::Device) -> Result<Vec<wgpu::Buffer>, LayoutError> {
+        self.segment_bytes().map(|bytes| create_buffer(device, bytes)).collect()
     }
+
+    /// Refuses a pool of which a device with these limits cannot bind a segment at once.
+    pub(super) fn check_binding(&self, limits: &wgpu::Limits) -> Result<(), LayoutError> {
+        let (needed, found) = (self.segment_bytes().next().unwrap_or(0), binding_bytes(limits));
+        if needed > found { Err(LayoutError::Binding { needed, found }) } else { Ok(()) }
+    }
+}
+
+/// The most bytes that a buffer may have and be bound.
+fn binding_bytes(limits: &wgpu::Limits) -> u64 {
+    limits.max_storage_buffer_binding_size.min(limits.max_buffer_size)
+}
+
+fn create_buffer(device: &wgpu::Device, needed: u64) -> Result<wgpu::Buffer, LayoutError> {
+    let found = binding_bytes(&device.limits());
+    if needed > found {
+        return Err(LayoutError::Binding { needed, found });
+    }
+    Ok(device.create_buffer(&wgpu::BufferDescriptor {
+        label: Some("kv pages"),
+        size: needed.max(VECTOR_BYTES.into()),
+        usage: wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_DST | wgpu::BufferUsages::COPY_SRC,
+        mapped_at_creation: false,
+    }))
 }
 
 /// Vectors of 16 bytes of a key row and of a value row that is not part of it.
@@ -274,6 +345,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::geometry::Dtype;
 
     fn geometry() -> impl Strategy<Value = HeadGeometry> {
         let heads = (1..4_u32, 1..4_u32, 1..80_u32, 1..80_u32, any::<bool>());
@@ -333,6 +405,91 @@ mod tests {
             let unowned = owner.iter().filter(|owned| !**owned).count() as u64;
             prop_assert_eq!(unowned, u64::from(pages) * blocks * (slots.next_multiple_of(4) - slots) * 4);
             prop_assert_eq!(layout.with_pages(page_size, pages), Ok(layout));
+        }
+    }
+
+    #[test]
+    fn segments() {
+        let geometry = HeadGeometry::new(1, 1, 16).unwrap();
+        let layout = |pages| KvLayout::new(geometry, Dtype::F32, PageSize::new(4).unwrap(), pages).unwrap();
+        let page_bytes = layout(1).page_bytes();
+        assert_eq!(page_bytes, 4 * 2 * 64);
+        let limits = |max_storage_buffer_binding_size, max_buffer_size| wgpu::Limits {
+            max_storage_buffer_binding_size,
+            max_buffer_size,
+            ..wgpu::Limits::default()
+        };
+        for pages in 0..20_u32 {
+            let whole = layout(pages);
+            assert_eq!((whole.segments().get(), whole.segment_bytes().collect()), (1, vec![whole.bytes()]));
+            for size in 1..25 {
+                let parts = whole.with_segment_pages(NonZeroU32::new(size).unwrap());
+                let sizes: Vec<u64> = parts.segment_bytes().collect();
+                assert_eq!(parts.segments().get(), pages.div_ceil(size).max(1));
+                assert_eq!((sizes.len() as u32, sizes.iter().sum()), (parts.segments().get(), whole.bytes()));
+                let (last, others) = sizes.split_last().unwrap();
+                assert!(
+                    others.iter().all(|bytes| *bytes == u64::from(size) * page_bytes)
+                        && *last <= u64::from(size) * page_bytes
+                );
+                assert!(pages == 0 || *last > 0);
+                // The most that fits, by either limit.
+                let bytes = u64::from(size) * page_bytes;
+                for limits in [limits(bytes, u64::MAX), limits(u64::MAX, bytes + 15)] {
+                    assert_eq!(whole.within(&limits), Ok(parts));
+                    assert_eq!(parts.within(&limits), Ok(parts));
+                }
+            }
+            // One segment where it is enough, whatever there was before.
+            let single = whole.with_segment_pages(NonZeroU32::MIN);
+            assert_eq!(single.within(&limits(whole.bytes(), u64::MAX)), Ok(whole));
+        }
+        let short = page_bytes - 1;
+        let error = LayoutError::Binding { needed: page_bytes, found: short };
+        assert_eq!(layout(1).within(&limits(short, u64::MAX)), Err(error.clone()));
+        assert_eq!(layout(1).within(&limits(u64::MAX, short)), Err(error));
+        assert_eq!(layout(0).within(&limits(0, 0)), Ok(layout(0)));
+    }
+
+    /// The last rows of the largest pools: the sum in 32 bits is the sum.
+    #[test]
+    fn offsets_near_the_end_of_32_bits() {
+        for (dtype, dim, page_size) in [
+            (KvDtype::F16, 8, 1),
+            (KvDtype::F16, 128, 16),
+            (KvDtype::F32, 59, 33),
+            (KvDtype::Int8, 128, 16),
+            (KvDtype::Fp8, 576, 7),
+        ] {
+            let geometry = HeadGeometry::new(6, 3, dim).unwrap();
+            let page_size = PageSize::new(page_size).unwrap();
+            let layout = |pages| KvLayout::new(geometry, dtype, page_size, pages);
+            let page_bytes = layout(1).unwrap().page_bytes();
+            let unit = if dtype == KvDtype::Int8 { 4 } else { 16 };
+            let most = (u64::from(u32::MAX) * unit / page_bytes) as u32;
+            let largest = layout(most).unwrap();
+            for rows in
+                [largest.k_rows(), largest.v_rows()].into_iter().chain(largest.k_scales()).chain(largest.v_scales())
+            {
+                for (page, head, slot) in [(most - 1, 2, page_size.get() - 1), (most / 2, 1, 0)] {
+                    let wide = |of: fn(&RowLayout) -> u32, times: u32| u64::from(of(rows)) * u64::from(times);
+                    let offset = wide(|rows| rows.base, 1)
+                        + wide(|rows| rows.page_stride, page)
+                        + wide(|rows| rows.head_stride, head)
+                        + wide(|rows| rows.slot_stride, slot);
+                    assert_eq!(u64::from(rows.offset(page, head, slot)), offset, "{dtype}");
+                }
+            }
+            let refused = layout(most + 1);
+            assert!(
+                matches!(refused, Err(LayoutError::TooLarge { page_count, .. }) if page_count == most + 1),
+                "{dtype}"
+            );
+            // In segments as well.
+            let limits = wgpu::Limits::default();
+            let segments = largest.within(&limits).unwrap();
+            assert_eq!(segments.segment_bytes().sum::<u64>(), largest.bytes());
+            assert!(segments.segment_bytes().all(|bytes| bytes <= limits.max_storage_buffer_binding_size));
         }
     }
 

@@ -1,4 +1,4 @@
-//! What the pool's ids stand for: pages on the device, a buffer per layer, and slots of host memory.
+//! What the pool's ids stand for: pages on the device, a buffer per layer and segment, and slots of host memory.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -12,7 +12,7 @@ use crate::kernels::{BuildError, CopyKernel};
 #[derive(Clone, Debug, PartialEq, Error)]
 #[non_exhaustive]
 pub enum StoreError {
-    /// The pages of a layer do not fit into one binding of the device.
+    /// A segment of a layer's pages does not fit into one binding of the device.
     #[error(transparent)]
     Layout(#[from] LayoutError),
     /// The kernel that copies pages could not be built.
@@ -47,7 +47,7 @@ pub enum StoreError {
 /// The pages of all layers, and the slots of host memory that they are swapped to: what the ids of a
 /// [`crate::BlockPool`] stand for.
 ///
-/// A page id means the same page in every layer, whose pages lie in one buffer, laid out as [`KvLayout`] says. Appends and
+/// A page id means the same page in every layer, whose pages lie in a buffer per segment, laid out as [`KvLayout`] says. Appends and
 /// attention bind [`KvStore::pages`]; [`KvStore::copies`] makes the copies that the pool asks for. The store knows nothing
 /// of owners, so what `docs/memory.md` says of the order of work is the caller's to keep.
 ///
@@ -57,7 +57,8 @@ pub enum StoreError {
 pub struct KvStore {
     pub(super) id: u64,
     pub(super) layout: KvLayout,
-    pub(super) layers: Vec<wgpu::Buffer>,
+    /// Of each layer, its segments.
+    pub(super) layers: Vec<Vec<wgpu::Buffer>>,
     pub(super) host: HostSlots,
     pub(super) kernel: CopyKernel,
 }
@@ -72,7 +73,8 @@ impl KvStore {
     /// Uses error scopes of the calling thread; waits for the device to answer them.
     ///
     /// # Errors
-    /// [`StoreError::Layout`] if the device cannot bind a layer's pages at once; [`StoreError::DeviceMemory`],
+    /// [`StoreError::Layout`] if the device cannot bind a segment of the pages at once ([`KvLayout::within`] makes such that it
+    /// can); [`StoreError::DeviceMemory`],
     /// [`StoreError::HostMemory`]; [`StoreError::Build`].
     pub async fn new(
         device: &wgpu::Device,
@@ -92,12 +94,12 @@ impl KvStore {
         edits: &[(&str, &str)],
     ) -> Result<Self, StoreError> {
         layout.check_binding(&device.limits())?;
-        let kernel = CopyKernel::new(device, edits).await?;
+        let kernel = CopyKernel::new(device, layout.segments(), edits).await?;
         let host = HostSlots::new(layout.page_bytes(), layers, host_slot_count)
             .map_err(|needed| StoreError::HostMemory { needed })?;
         // Scopes are of this thread, so it is popped before anything is awaited.
         let scope = device.push_error_scope(wgpu::ErrorFilter::OutOfMemory);
-        let buffers: Result<_, _> = (0..layers).map(|_| layout.create_buffer(device)).collect();
+        let buffers: Result<_, _> = (0..layers).map(|_| layout.create_segments(device)).collect();
         if let Some(error) = scope.pop().await {
             let needed = u128::from(layout.bytes()) * u128::from(layers);
             return Err(StoreError::DeviceMemory { needed, layers, message: error.to_string() });
@@ -115,19 +117,19 @@ impl KvStore {
         self.layers.len() as u32
     }
 
-    /// A layer's pages: [`crate::AppendSource::kv`] and [`crate::AttentionIo::kv`].
+    /// A layer's pages, segment by segment: [`crate::AppendSource::kv`] and [`crate::AttentionIo::kv`].
     ///
     /// # Errors
     /// [`StoreError::Layer`].
-    pub fn pages(&self, layer: u32) -> Result<wgpu::BufferBinding<'_>, StoreError> {
-        let buffer =
+    pub fn pages(&self, layer: u32) -> Result<Vec<wgpu::BufferBinding<'_>>, StoreError> {
+        let segments =
             self.layers.get(layer as usize).ok_or(StoreError::Layer { found: layer, layers: self.layers() })?;
-        Ok(buffer.as_entire_buffer_binding())
+        Ok(segments.iter().map(wgpu::Buffer::as_entire_buffer_binding).collect())
     }
 
     /// Bytes of device memory: the pages of all layers.
     pub fn bytes(&self) -> u64 {
-        self.layers.iter().map(wgpu::Buffer::size).sum()
+        self.layers.iter().flatten().map(wgpu::Buffer::size).sum()
     }
 
     /// Bytes of host memory: all slots, whether they are in use or not.

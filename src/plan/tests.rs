@@ -3,6 +3,8 @@
 use std::collections::HashMap;
 use std::ops::Range;
 
+use std::num::NonZeroU32;
+
 use proptest::prelude::*;
 
 use super::{NO_STATES, PARAMS_BYTES, Plan, PlanError, RECORD_WORDS, SequenceSize, SharedPrefix, state_bytes};
@@ -40,6 +42,7 @@ impl Owned {
             new_rows: Dtype::F16.into(),
             out: Dtype::F32,
             modifiers: Modifiers { shared_prefixes: !self.prefixes.is_empty(), ..Modifiers::NONE },
+            segments: NonZeroU32::MIN,
             variants: Variants::base(&self.facts, &self.geometry),
         };
         let tiles = Tiles::new(&self.geometry, &config.candidates(&self.facts)[0]);

@@ -85,7 +85,7 @@ impl Runner {
     /// Of the last candidate, which needs no device feature.
     pub fn choose(&mut self, config: &KernelConfig) -> Result<Choice, RunError> {
         let shape = config.shape();
-        let key = (shape, config.new_rows, config.modifiers);
+        let key = (shape, config.new_rows, config.modifiers, config.segments);
         if let Some(choice) = self.choices.get(&key) {
             return Ok(choice.clone());
         }

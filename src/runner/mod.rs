@@ -7,6 +7,7 @@ mod timestamps;
 mod tune;
 
 use std::collections::HashMap;
+use std::num::NonZeroU32;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
@@ -117,6 +118,8 @@ pub struct RunOptions {
     pub rotary: Option<Rotary>,
     /// Type of the output rows: [`Dtype::F32`] or [`Dtype::F16`].
     pub out_dtype: Dtype,
+    /// Pages per segment of the pool; `None` puts as many into one as the device can bind, and all if it can.
+    pub segment_pages: Option<NonZeroU32>,
     /// Prefixes that sequences of a paged case share, each to be read once ([`SharedPrefix`]); none are looked for.
     pub shared_prefixes: Vec<SharedPrefix>,
     /// Variants of the kernels to use, untested; `None` leaves the choice to [`Runner::choose`], or takes those without
@@ -134,13 +137,17 @@ impl RunOptions {
             kv: None,
             rotary: None,
             out_dtype: Dtype::F32,
+            segment_pages: None,
             shared_prefixes: Vec::new(),
             variants: None,
         }
     }
 
-    /// The kernels that a run of `case` takes, built in the given way.
+    /// The kernels that a run of `case` takes, built in the given way; for a pool in one segment, unless the options say
+    /// otherwise.
     pub fn kernels(&self, case: &Case, variants: Variants) -> KernelConfig {
+        // A case that cannot be laid out has no pool.
+        let layout = self.segment_pages.and_then(|_| self.lay_out(case).ok());
         KernelConfig {
             geometry: *case.geometry(),
             q: case.q().dtype(),
@@ -148,6 +155,7 @@ impl RunOptions {
             new_rows: self.new_rows(case),
             out: self.out_dtype,
             modifiers: modifiers(case.options(), &self.extras(case)),
+            segments: layout.map_or(NonZeroU32::MIN, |(_, layout)| layout.segments()),
             variants,
         }
     }
@@ -189,7 +197,8 @@ impl RunOptions {
         let dtypes = self.kv_dtypes(case);
         case.validate_stored(dtypes)?;
         let layout = KvLayout::new(*case.geometry(), dtypes, table.page_size, table.page_count)?;
-        Ok((table, layout.with_order(self.order)))
+        let layout = layout.with_order(self.order);
+        Ok((table, self.segment_pages.map_or(layout, |pages| layout.with_segment_pages(pages))))
     }
 
     /// What a case asks of a call besides its options.
@@ -288,13 +297,13 @@ pub struct Runner {
     facts: AdapterFacts,
     pipelines: Pipelines,
     preference: Preference,
-    choices: HashMap<(KernelShape, NewRows, Modifiers), Choice>,
+    choices: HashMap<(KernelShape, NewRows, Modifiers, NonZeroU32), Choice>,
     /// The first error that no scope caught, or the reason why the device was lost.
     failure: Arc<Mutex<Option<String>>>,
 }
 
 impl Runner {
-    /// Opens a device on `adapter` with the limits the kernels can use. Blocks.
+    /// Opens a device on `adapter` with the limits the kernels can use: its largest bindings, and as many as it has. Blocks.
     ///
     /// # Errors
     /// [`RunError::Device`].
@@ -303,6 +312,7 @@ impl Runner {
         let limits = wgpu::Limits {
             max_storage_buffer_binding_size: adapter_limits.max_storage_buffer_binding_size,
             max_buffer_size: adapter_limits.max_buffer_size,
+            max_storage_buffers_per_shader_stage: adapter_limits.max_storage_buffers_per_shader_stage,
             ..wgpu::Limits::default().or_worse_values_from(&adapter_limits)
         };
         Self::with_limits(adapter, limits)
@@ -362,6 +372,10 @@ impl Runner {
     /// [`RunError`].
     pub fn run(&mut self, case: &Case, options: &RunOptions) -> Result<Output, RunError> {
         let (table, layout) = options.lay_out(case)?;
+        let layout = match options.segment_pages {
+            Some(_) => layout,
+            None => layout.within(&self.device.limits())?,
+        };
         let geometry = *case.geometry();
         let config = AttentionConfig {
             q: case.q().dtype(),
@@ -474,12 +488,19 @@ impl Runner {
         let q = self.upload("q", &padded(case.q(), geometry.head_dim()))?;
         let out = output("out", out_bytes)?;
         let lse = output("lse", lse_bytes)?;
-        let kv = layout.create_buffer(device)?;
+        let kv = layout.create_segments(device)?;
+        let bound = || kv.iter().map(wgpu::Buffer::as_entire_buffer_binding).collect();
         let converts = !config.new_rows.copied(layout.dtypes());
         let scales = if layout.dtypes().has_head_scales() { Some(head_scales(case, layout, rotary)) } else { None };
         let append = match case.kv() {
             KvSource::Paged { k_pages, v_pages, .. } if !converts => {
-                self.queue.write_buffer(&kv, 0, &paged_bytes(layout, k_pages, v_pages));
+                let pool = paged_bytes(layout, k_pages, v_pages);
+                let mut rest = pool.as_slice();
+                for (buffer, bytes) in kv.iter().zip(layout.segment_bytes()) {
+                    let (segment, after) = rest.split_at_checked(bytes as usize).unwrap_or((rest, &[]));
+                    self.queue.write_buffer(buffer, 0, segment);
+                    rest = after;
+                }
                 None
             }
             _ => {
@@ -489,7 +510,9 @@ impl Runner {
                 let append = Append::upload(device, &append)?;
                 let [k, v] = [self.upload("k", &new.k)?, self.upload("v", &new.v)?];
                 if converts {
-                    self.queue.write_buffer(&kv, 0, &vec![PADDING; layout.bytes() as usize]);
+                    for (buffer, bytes) in kv.iter().zip(layout.segment_bytes()) {
+                        self.queue.write_buffer(buffer, 0, &vec![PADDING; bytes as usize]);
+                    }
                 }
                 let scales = match &scales {
                     Some(scales) => Some(self.upload("head scales", bytemuck::cast_slice(scales))?),
@@ -498,7 +521,7 @@ impl Runner {
                 let source = AppendSource {
                     k: k.as_entire_buffer_binding(),
                     v: v.as_entire_buffer_binding(),
-                    kv: kv.as_entire_buffer_binding(),
+                    kv: bound(),
                     head_scales: scales.as_ref().map(wgpu::Buffer::as_entire_buffer_binding),
                 };
                 Some(append.bind(device, attention.kernels(), source, &workspace)?)
@@ -519,7 +542,7 @@ impl Runner {
         };
         let io = AttentionIo {
             q: q.as_entire_buffer_binding(),
-            kv: kv.as_entire_buffer_binding(),
+            kv: bound(),
             out: out.as_entire_buffer_binding(),
             lse: lse.as_entire_buffer_binding(),
             heads: heads.as_ref().map(wgpu::Buffer::as_entire_buffer_binding),
@@ -552,7 +575,11 @@ impl Runner {
         let pages = if converts {
             let usage = wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST;
             let pages = self.buffer("pages read back", layout.bytes(), usage)?;
-            encoder.copy_buffer_to_buffer(&kv, 0, &pages, 0, layout.bytes());
+            let mut offset = 0;
+            for (buffer, bytes) in kv.iter().zip(layout.segment_bytes()) {
+                encoder.copy_buffer_to_buffer(buffer, 0, &pages, offset, bytes);
+                offset += bytes;
+            }
             Some(pages)
         } else {
             None

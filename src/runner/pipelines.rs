@@ -1,6 +1,7 @@
 //! Pipelines, each made once.
 
 use std::collections::HashMap;
+use std::num::NonZeroU32;
 use std::time::Instant;
 
 use super::{RunError, Runner};
@@ -125,19 +126,20 @@ impl Runner {
     /// Dispatches kernels with nothing to do, one after the other, and says how many milliseconds each took.
     fn dispatch_first(&self, kernels: &Kernels, which: &[KernelId]) -> Result<Vec<f64>, RunError> {
         let device = &self.device;
-        let KernelConfig { geometry, q, kv, new_rows, out, modifiers, .. } = *kernels.config();
-        let layout = KvLayout::new(geometry, kv, PageSize::ONE, 0)?;
+        let KernelConfig { geometry, q, kv, new_rows, out, modifiers, segments, .. } = *kernels.config();
+        let layout = KvLayout::new(geometry, kv, PageSize::ONE, segments.get())?.with_segment_pages(NonZeroU32::MIN);
         let (options, extras) = modifiers.example(&geometry);
         let attention =
             Attention::with_kernels(kernels.clone(), &AttentionConfig { q, out, layout, new_rows, options, extras })?;
         let batch = Batch { q_indptr: &[0], page_indptr: &[0], page_ids: &[], kv_len: &[] };
         let workspace = Workspace::new(device, 0)?;
         let head_bytes = 8 * (u64::from(geometry.q_heads()) + u64::from(geometry.kv_heads()));
-        let buffers =
-            [0, 0, 0, 0, head_bytes, 0].map(|bytes| self.buffer("warm-up", bytes, wgpu::BufferUsages::STORAGE));
-        let [a, b, c, d, e, f] = buffers;
-        let (a, b, c, d, e, f) = (a?, b?, c?, d?, e?, f?);
-        let [q, kv, out, lse, heads, bias] = [&a, &b, &c, &d, &e, &f].map(wgpu::Buffer::as_entire_buffer_binding);
+        let kv = layout.create_segments(device)?;
+        let kv: Vec<_> = kv.iter().map(wgpu::Buffer::as_entire_buffer_binding).collect();
+        let buffers = [0, 0, 0, head_bytes, 0].map(|bytes| self.buffer("warm-up", bytes, wgpu::BufferUsages::STORAGE));
+        let [a, b, c, d, e] = buffers;
+        let (a, b, c, d, e) = (a?, b?, c?, d?, e?);
+        let [q, out, lse, heads, bias] = [&a, &b, &c, &d, &e].map(wgpu::Buffer::as_entire_buffer_binding);
         let head_scales = layout.dtypes().has_head_scales().then(|| heads.clone());
         let heads = (modifiers.heads() || head_scales.is_some()).then_some(heads);
         let bias = modifiers.bias.map(|_| bias);

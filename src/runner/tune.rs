@@ -1,6 +1,7 @@
 //! Measures variants on the device.
 
 use std::fmt;
+use std::num::NonZeroU32;
 use std::time::{Duration, Instant};
 
 use super::{Choice, ChosenBy, CompileTimes, RunError, Runner};
@@ -62,8 +63,9 @@ impl Runner {
     /// # Errors
     /// As [`Runner::choose`]; [`RunError::Failed`] where the device fails.
     pub fn tune(&mut self, config: &KernelConfig, budget: Duration) -> Result<Tuned, RunError> {
-        // What happens to scores changes little in which variant is the fastest; a table is for all of it.
-        let config = &KernelConfig { modifiers: Modifiers::NONE, ..*config };
+        // What happens to scores, and where the pool lies, changes little in which variant is the fastest; a table is for
+        // all of it.
+        let config = &KernelConfig { modifiers: Modifiers::NONE, segments: NonZeroU32::MIN, ..*config };
         let rule = self.first_that_passes(config, None, ChosenBy::Rule)?;
         let Alternatives { prefill, decode } = Alternatives::new(&rule.variants, &self.facts, &config.geometry);
         let mut left_out = Vec::new();
@@ -299,7 +301,8 @@ impl<V> Contender<V> {
         let [q, kv, out, lse] = [&load.q, &load.kv, &load.out, &load.lse].map(wgpu::Buffer::as_entire_buffer_binding);
         let plan = DevicePlan::upload(device, &plan)?;
         let heads = load.scales.as_ref().map(wgpu::Buffer::as_entire_buffer_binding);
-        let call = attention.bind(device, &plan, AttentionIo { q, kv, out, lse, heads, bias: None }, &workspace)?;
+        let call =
+            attention.bind(device, &plan, AttentionIo { q, kv: vec![kv], out, lse, heads, bias: None }, &workspace)?;
         let (repeats, calls, times_ms) = (1, 0, Vec::new());
         let mut contender = Self { variant, compile_ms, attention, call, workspace, repeats, calls, times_ms };
         contender.time(runner)?;

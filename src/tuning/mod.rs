@@ -183,6 +183,8 @@ fn sorted<V>(timings: Vec<Timing<V>>) -> Vec<Timing<V>> {
 /// another order: the bits of a result are promised for one table, or for none.
 ///
 /// ```no_run
+/// use std::num::NonZeroU32;
+///
 /// use paged_attention::kernels::{AdapterFacts, Variants};
 /// use paged_attention::{
 ///     Dtype, HeadGeometry, KernelConfig, Modifiers, Preference, Runner, TUNE_BUDGET, Tuning, adapter,
@@ -192,9 +194,9 @@ fn sorted<V>(timings: Vec<Timing<V>>) -> Vec<Timing<V>> {
 /// let mut runner = Runner::new(&adapter)?;
 /// let geometry = HeadGeometry::new(9, 3, 64)?;
 /// let variants = Variants::base(&AdapterFacts::PLAIN_GPU, &geometry); // not looked at
-/// let (q, kv, out, modifiers) = (Dtype::F32, Dtype::F16, Dtype::F32, Modifiers::NONE);
-/// let (kv, new_rows) = (kv.into(), kv.into());
-/// let config = KernelConfig { geometry, q, kv, new_rows, out, modifiers, variants };
+/// let (q, kv, new_rows, out) = (Dtype::F32, Dtype::F16.into(), Dtype::F16.into(), Dtype::F32);
+/// let (modifiers, segments) = (Modifiers::NONE, NonZeroU32::MIN);
+/// let config = KernelConfig { geometry, q, kv, new_rows, out, modifiers, segments, variants };
 /// let mut tuning = Tuning::new(runner.adapter_info());
 /// tuning.insert(runner.tune(&config, TUNE_BUDGET)?.entry);
 /// std::fs::write("table.txt", tuning.to_string())?;

@@ -1,3 +1,5 @@
+use std::num::NonZeroU32;
+
 use proptest::prelude::*;
 
 use super::*;
@@ -21,7 +23,17 @@ fn shape(group: u32, dim: u32, dtype: Dtype) -> KernelShape {
     let geometry = HeadGeometry::new(group, 1, dim).unwrap();
     let variants = "prefill-uniform-r1k4l64+decode-workgroup".parse().unwrap();
     let (kv, new_rows) = (dtype.into(), dtype.into());
-    KernelConfig { geometry, q: dtype, kv, new_rows, out: Dtype::F32, modifiers: Modifiers::NONE, variants }.shape()
+    KernelConfig {
+        geometry,
+        q: dtype,
+        kv,
+        new_rows,
+        out: Dtype::F32,
+        modifiers: Modifiers::NONE,
+        segments: NonZeroU32::MIN,
+        variants,
+    }
+    .shape()
 }
 
 fn timings<V: PartialEq + fmt::Debug>(variant: impl Strategy<Value = V>) -> impl Strategy<Value = Vec<Timing<V>>> {

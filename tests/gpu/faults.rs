@@ -5,11 +5,13 @@
 mod adapters;
 mod arithmetic;
 mod places;
+mod segments;
 mod shared_prefixes;
 mod stored;
 mod subgroups;
 
 use std::collections::HashSet;
+use std::num::NonZeroU32;
 
 use paged_attention::kernels::{
     AdapterFacts, DecodeVariant, KernelConfig, KernelId, Kernels, LANES, SPLIT_KEYS, SourceEdit, Tiles, Variants,
@@ -433,7 +435,16 @@ fn fault_13_more_workgroup_memory_than_there_is() {
     let Some(gpu) = gpu() else { return };
     let config = |heads: Heads, variants: Variants| {
         let (geometry, q, kv, out) = (heads.geometry().unwrap(), Dtype::F32, Dtype::F32, Dtype::F32);
-        KernelConfig { geometry, q, kv: kv.into(), new_rows: kv.into(), out, modifiers: Modifiers::NONE, variants }
+        KernelConfig {
+            geometry,
+            q,
+            kv: kv.into(),
+            new_rows: kv.into(),
+            out,
+            modifiers: Modifiers::NONE,
+            segments: NonZeroU32::MIN,
+            variants,
+        }
     };
     let counted = |kernel: KernelId, config: &KernelConfig, wgsl: &str| {
         let (found, stated) = (declared_bytes(wgsl), kernel.workgroup_bytes(config));
@@ -606,11 +617,19 @@ fn fault_22_a_launch_that_is_dropped() {
             matches!(error, RunError::Status(StatusError::Incomplete { needed: 1.., .. }))
         });
     }
-    // A pool that the device cannot bind is an error with the numbers, not a log line.
-    let spec = prefill("22").paged(Pool::new(4).times(20));
-    let limits = gpu.fresh_runner().device().limits();
-    let limits = wgpu::Limits { max_storage_buffer_binding_size: 8192, ..limits };
-    let error = gpu.limited_runner(limits).run(&build(&spec).unwrap(), &base_options(&spec)).unwrap_err();
+    // A pool that the device cannot bind is an error with the numbers, not a log line: whether it has too many segments, or
+    // not even a page fits.
+    let limits = wgpu::Limits { max_storage_buffers_per_shader_stage: 8, ..gpu.fresh_runner().device().limits() };
+    let run = |page_size: u32, binding: u64| {
+        let spec = prefill("22").paged(Pool::new(page_size).times(20));
+        let limits = wgpu::Limits { max_storage_buffer_binding_size: binding, ..limits.clone() };
+        gpu.limited_runner(limits).run(&build(&spec).unwrap(), &base_options(&spec)).unwrap_err()
+    };
+    let error = run(4, 8192);
+    let RunError::Build(BuildError::Segments { segments: 4.., fit: 3, found: 8, needed: 9.., .. }) = error else {
+        panic!("{error}")
+    };
+    let error = run(64, 8192);
     assert!(matches!(error, RunError::Layout(LayoutError::Binding { found: 8192, needed: 8193.. })), "{error}");
 }
 
@@ -690,6 +709,7 @@ fn fault_38_tiles_that_do_not_fit() {
             new_rows: Dtype::F16.into(),
             out: Dtype::F16,
             modifiers: Modifiers::NONE,
+            segments: std::num::NonZeroU32::MIN,
             variants: base(&heads.geometry().unwrap()),
         };
         let start = std::time::Instant::now();

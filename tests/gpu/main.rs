@@ -15,6 +15,7 @@ mod faults;
 mod options;
 mod random;
 mod real;
+mod segments;
 mod shared;
 mod stored;
 mod tuning;

@@ -31,6 +31,7 @@ fn config(heads: Heads, variants: Variants) -> KernelConfig {
         new_rows: kv.into(),
         out,
         modifiers: Modifiers::NONE,
+        segments: std::num::NonZeroU32::MIN,
         variants,
     }
 }

@@ -146,13 +146,13 @@ impl Paged {
         let source = AppendSource {
             k: k.as_entire_buffer_binding(),
             v: v.as_entire_buffer_binding(),
-            kv: kv.as_entire_buffer_binding(),
+            kv: vec![kv.as_entire_buffer_binding()],
             head_scales: None,
         };
         let append = append.bind(device, attention.kernels(), source, &workspace).map_err(of_shape(name))?;
         let io = AttentionIo {
             q: q.as_entire_buffer_binding(),
-            kv: kv.as_entire_buffer_binding(),
+            kv: vec![kv.as_entire_buffer_binding()],
             out: out.as_entire_buffer_binding(),
             lse: lse.as_entire_buffer_binding(),
             heads: None,

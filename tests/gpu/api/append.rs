@@ -89,7 +89,7 @@ impl<'h> Pool<'h> {
             }
         }
         let (k, v) = (Guarded::new(self.host, &k), Guarded::new(self.host, &v));
-        let source = AppendSource { k: k.binding(), v: v.binding(), kv: self.kv.binding(), head_scales: None };
+        let source = AppendSource { k: k.binding(), v: v.binding(), kv: vec![self.kv.binding()], head_scales: None };
         let append = Append::upload(&self.host.device, &plan).unwrap();
         let call = append.bind(&self.host.device, kernels, source, &self.workspace).unwrap();
         assert_eq!(call.workgroups() == 0, plan.tokens() == 0);
@@ -208,7 +208,8 @@ fn one_token_at_a_time_up_to_the_last_slot() {
     let append = AppendPlan::new(&pool.layout, &one).unwrap();
     let append = Append::upload(&host.device, &append).unwrap();
     let [short, enough] = [16, 2 * 64 * 2].map(|bytes| Guarded::unwritten(host, bytes));
-    let source = AppendSource { k: enough.binding(), v: short.binding(), kv: pool.kv.binding(), head_scales: None };
+    let source =
+        AppendSource { k: enough.binding(), v: short.binding(), kv: vec![pool.kv.binding()], head_scales: None };
     let error = append.bind(&host.device, &any_kernels(host), source, &pool.workspace).unwrap_err();
     assert_eq!(error, BindError::TooSmall { buffer: "v", found: 16, needed: 256 });
     host.submit(|_| {});
@@ -242,7 +243,7 @@ fn keys_are_rotated_by_their_positions() {
         let plan = AppendPlan::converting(&layout, &batch, Dtype::F32, Some(rotation)).unwrap();
         let (k, v) = (padded(&keys, dim), padded(&values, v_dim));
         let (kv, workspace) = (Guarded::unwritten(host, layout.bytes()), Workspace::new(&host.device, 0).unwrap());
-        let source = AppendSource { k: k.binding(), v: v.binding(), kv: kv.binding(), head_scales: None };
+        let source = AppendSource { k: k.binding(), v: v.binding(), kv: vec![kv.binding()], head_scales: None };
         let append = Append::upload(&host.device, &plan).unwrap();
         let kernels = kernels(host, layout, *plan.new_rows());
         let call = append.bind(&host.device, &kernels, source, &workspace).unwrap();
@@ -275,7 +276,7 @@ fn a_faulty_append_is_noticed() {
     for (from, to) in [
         ("slots[row / params.kv_heads] % params.page_size", "(slots[row / params.kv_heads] + 1u) % params.page_size"),
         // A vector that nobody asked for, at the end of the last page.
-        ("report_done(lane);", "kv_pages[arrayLength(&kv_pages) - 1u] = vec4<u32>(lane); report_done(lane);"),
+        ("report_done(lane);", "store_pages(arrayLength(&kv_pages_0) - 1u, vec4<u32>(lane)); report_done(lane);"),
         ("row < params.tokens * params.kv_heads", "row + 1u < params.tokens * params.kv_heads"),
         ("row_offset(params.v_rows, page, kv_head, slot)", "row_offset(params.v_rows, page, 0u, slot)"),
         // Not bit for bit.

@@ -1,5 +1,7 @@
 //! The store's copies of pages, byte for byte: on the device, to the host and back.
 
+use std::num::NonZeroU32;
+
 use paged_attention::{
     CopyError, HeadGeometry, KvDtype, KvDtypes, KvLayout, KvStore, PageCopies, PageCopy, PageSize, RowOrder, Status,
     StatusError, ToHost, Workspace, wgpu,
@@ -29,6 +31,11 @@ fn to_device((slot, page): (u32, u32)) -> PageCopy {
 fn layout(dtypes: impl Into<KvDtypes>, page_size: u32) -> KvLayout {
     let geometry = HeadGeometry::with_v_head_dim(4, 2, 20, 59).unwrap();
     KvLayout::new(geometry, dtypes, PageSize::new(page_size).unwrap(), PAGES).unwrap()
+}
+
+/// In one segment, in three (of 5, 5 and 3 pages), or in five.
+fn in_segments(number: usize, layout: KvLayout) -> KvLayout {
+    layout.with_segment_pages(NonZeroU32::new([PAGES, 5, 3][number % 3]).unwrap())
 }
 
 /// A store, and what its pages and slots must hold: `[layer][page]` and `[slot][layer]` of bytes.
@@ -63,8 +70,13 @@ impl<'h> Memory<'h> {
         let mut random = StdRng::seed_from_u64(seed);
         for (layer, pages) in (0..).zip(&mut self.pages) {
             pages.iter_mut().for_each(|page| random.fill_bytes(page));
-            let buffer = self.store.pages(layer).unwrap().buffer;
-            self.host.queue.write_buffer(buffer, 0, &pages.concat());
+            let contents = pages.concat();
+            let mut rest = &contents[..];
+            for segment in self.store.pages(layer).unwrap() {
+                let (part, others) = rest.split_at(segment.buffer.size() as usize);
+                self.host.queue.write_buffer(segment.buffer, 0, part);
+                rest = others;
+            }
         }
     }
 
@@ -101,7 +113,8 @@ impl<'h> Memory<'h> {
 
     fn check(&self, what: &str) -> Result<(), String> {
         for (layer, expected) in (0..).zip(&self.pages) {
-            let found = self.host.read(self.store.pages(layer).unwrap().buffer);
+            let segments = self.store.pages(layer).unwrap();
+            let found = segments.iter().map(|segment| self.host.read(segment.buffer)).collect::<Vec<_>>().concat();
             let page_bytes = self.store.layout().page_bytes() as usize;
             for (page, (found, expected)) in found.chunks(page_bytes).zip(expected).enumerate() {
                 if found != expected {
@@ -132,7 +145,7 @@ fn pages_are_copied_whole_whatever_they_hold() {
         // A page of 256 slots in f32 takes 176 workgroups; one of a single slot is less than one.
         let page_size = [1, 3, 16, 256][number % 4];
         let order = [RowOrder::HeadSlot, RowOrder::SlotHead][number / 2 % 2];
-        let layout = layout(dtypes, page_size).with_order(order);
+        let layout = in_segments(number, layout(dtypes, page_size).with_order(order));
         let mut memory = Memory::new(if number % 3 == 0 { &limited } else { shared }, &layout, &[]);
         for list in LISTS {
             let list: Vec<PageCopy> = list.iter().copied().map(on_device).collect();
@@ -148,7 +161,8 @@ fn random_lists_and_swaps() {
     let Some(host) = host() else { return };
     for seed in 0..6 {
         let mut random = StdRng::seed_from_u64(seed);
-        let mut memory = Memory::new(host, &layout(KvDtype::ALL[seed as usize % 5], 4), &[]);
+        let mut memory =
+            Memory::new(host, &in_segments(seed as usize, layout(KvDtype::ALL[seed as usize % 5], 4)), &[]);
         let mut readable: Vec<u32> = Vec::new();
         let mut on_the_way: Vec<ToHost> = Vec::new();
         for step in 0..40 {
@@ -232,7 +246,7 @@ fn faults_of_the_copy_are_noticed() {
     for (fault, from, to) in [
         ("the last vector is left out", "vector < params.page_vectors", "vector + 1u < params.page_vectors"),
         ("past the page's end", "vector < params.page_vectors", "vector < params.page_vectors + 1u"),
-        ("from and to", "kv_pages[pages.x * params.page_vectors + vector]", "kv_pages[vector]"),
+        ("from and to", "load_pages(pages.x * params.page_vectors + vector)", "load_pages(vector)"),
         ("one copy for all", "copies[group / params.page_groups]", "copies[0]"),
         ("a workgroup that does not end", "let pages = copies", "if group == 1u { return; }\n    let pages = copies"),
     ] {

@@ -202,7 +202,7 @@ impl<'a> Layer<'a> {
     pub fn io(&self) -> AttentionIo<'_> {
         AttentionIo {
             q: self.q.binding(),
-            kv: self.kv.binding(),
+            kv: vec![self.kv.binding()],
             out: self.out.binding(),
             lse: self.lse.binding(),
             heads: None,

@@ -172,7 +172,9 @@ impl<'h> Server<'h> {
         });
         let store = pollster::block_on(KvStore::new(&host.device, &layout, LAYERS, HOST_SLOTS)).unwrap();
         for layer in 0..LAYERS {
-            host.queue.write_buffer(store.pages(layer).unwrap().buffer, 0, &vec![0xff; layout.bytes() as usize]);
+            for segment in store.pages(layer).unwrap() {
+                host.queue.write_buffer(segment.buffer, 0, &vec![0xff; segment.buffer.size() as usize]);
+            }
         }
         let pool = PoolConfig { page_size, page_count: PAGES, host_slot_count: HOST_SLOTS };
         Self {

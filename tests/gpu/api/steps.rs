@@ -122,14 +122,18 @@ impl<'h> Server<'h> {
         let device = &self.host.device;
         let append = AppendPlan::new(&layout, &batch).unwrap();
         let append = Append::upload(device, &append).unwrap();
-        let source =
-            AppendSource { k: inputs[1].binding(), v: inputs[2].binding(), kv: self.kv.binding(), head_scales: None };
+        let source = AppendSource {
+            k: inputs[1].binding(),
+            v: inputs[2].binding(),
+            kv: vec![self.kv.binding()],
+            head_scales: None,
+        };
         let append = append.bind(device, self.attention.kernels(), source, &self.workspace).unwrap();
         let plan = self.attention.plan(&batch).unwrap();
         let device_plan = paged_attention::DevicePlan::upload(device, &plan).unwrap();
         let io = AttentionIo {
             q: inputs[0].binding(),
-            kv: self.kv.binding(),
+            kv: vec![self.kv.binding()],
             out: out.binding(),
             lse: lse.binding(),
             heads: None,

@@ -44,7 +44,7 @@ fn more_sequences_than_an_axis_has_workgroups() {
     let [out, lse] = [u64::from(SEQS) * 32, u64::from(SEQS) * 4].map(|bytes| Guarded::unwritten(host, bytes));
     let io = AttentionIo {
         q: q.binding(),
-        kv: kv.binding(),
+        kv: vec![kv.binding()],
         out: out.binding(),
         lse: lse.binding(),
         heads: None,

@@ -160,8 +160,8 @@ fn what_an_append_stores() {
         ),
         (INT8, "steps of 128", one("127.0 / largest", "128.0 / largest")),
         (INT8, "a scale of 128", one("largest / 127.0", "largest / 128.0")),
-        (INT8, "no scale is written", one("kv_pages[select(scale_k, scale_v, is_value)] = bitcast<u32>(scale);", "")),
-        (INT8, "scales of keys alone", one("kv_pages[select(scale_k, scale_v, is_value)]", "kv_pages[scale_k]")),
+        (INT8, "no scale is written", one("store_pages(select(scale_k, scale_v, is_value), bitcast<u32>(scale));", "")),
+        (INT8, "scales of keys alone", one("store_pages(select(scale_k, scale_v, is_value)", "store_pages(scale_k")),
         (FP8, "not rounded", one("+ vec4<u32>(0x7ffffu) +", "+ vec4<u32>(0u) +")),
         (
             FP8,

@@ -85,6 +85,7 @@ fn fault_09_subgroups_that_lie_are_stepped_down_from() {
         new_rows: Dtype::F32.into(),
         out: Dtype::F32,
         modifiers: Modifiers::NONE,
+        segments: std::num::NonZeroU32::MIN,
         variants,
     };
     let wrong_decode = |variants: &Variants| match variants.decode {

@@ -96,11 +96,13 @@ impl Server<'_> {
         let (device, layout) = (&self.host.device, *self.store.layout());
         let kv = self.empty(shadow_bytes(&layout) * parts.len() as u64);
         encoder.copy_buffer_to_buffer(&self.poison, 0, &kv, 0, kv.size());
-        let pages = self.store.pages(layer).map_err(refused)?.buffer.clone();
+        let segments = self.store.pages(layer).map_err(refused)?;
+        let segments: Vec<wgpu::Buffer> = segments.into_iter().map(|segment| segment.buffer.clone()).collect();
         for (base, part) in (0..).zip(parts).map(|(number, part)| (number * shadow_bytes(&layout), part)) {
             for page in &part.own {
                 let at = u64::from(*page) * layout.page_bytes();
-                encoder.copy_buffer_to_buffer(&pages, at, &kv, base + at, layout.page_bytes());
+                let (segment, from) = layout.place_of(*page);
+                encoder.copy_buffer_to_buffer(&segments[segment], from, &kv, base + at, layout.page_bytes());
             }
         }
         let aligned = |bytes: u64| bytes.next_multiple_of(256);
