@@ -459,7 +459,7 @@ mod tests {
             (KvDtype::F16, 128, 16),
             (KvDtype::F32, 59, 33),
             (KvDtype::Int8, 128, 16),
-            (KvDtype::Fp8, 576, 7),
+            (KvDtype::Fp8, 512, 7),
         ] {
             let geometry = HeadGeometry::new(6, 3, dim).unwrap();
             let page_size = PageSize::new(page_size).unwrap();

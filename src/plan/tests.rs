@@ -1,9 +1,8 @@
 //! The plan against a naive count of what there is to do.
 
 use std::collections::HashMap;
-use std::ops::Range;
-
 use std::num::NonZeroU32;
+use std::ops::Range;
 
 use proptest::prelude::*;
 

@@ -168,7 +168,7 @@ impl Memory {
         line(
             "pool",
             &format!(
-                "{} of {} in all layers; {} per layer, in one binding",
+                "{} of {} in all layers; {} per layer",
                 counted(parts.pages, "page"),
                 size(parts.page_bytes),
                 size(parts.layer_bytes)

@@ -126,7 +126,7 @@ impl Server<'_> {
             let from = |buffer, offset| wgpu::BufferBinding { buffer, offset, size: None };
             let io = AttentionIo {
                 q: q.as_entire_buffer_binding(),
-                kv: from(&kv, number * shadow_bytes(&layout)),
+                kv: vec![from(&kv, number * shadow_bytes(&layout))],
                 out: from(&out, starts[0]),
                 lse: from(&lse, starts[1]),
                 heads: None,
