@@ -1,5 +1,7 @@
 //! A prompt and then single tokens, on the program's own device: sequences get pages from a pool, new keys and values are
 //! appended to them, and attention runs over all. A second sequence joins on the way, and later a fork of the first.
+//! Everything on the device is made once; a step writes its plans and rows into it. Only copies of shared pages, which are
+//! rare, take buffers of their own.
 //!
 //! ```sh
 //! cargo run --release --example decode_steps
@@ -9,10 +11,16 @@ use half::f16;
 use rand::{RngExt, SeedableRng};
 
 use paged_attention::{
-    Append, AppendPlan, AppendSource, Attention, AttentionConfig, AttentionIo, AttentionOptions, BatchBuilder,
-    BlockPool, BlockTable, DevicePlan, Dtype, Extras, HeadGeometry, KvLayout, KvStore, PageSize, PoolConfig,
-    STATUS_BYTES, Status, Workspace, adapter, wgpu,
+    Append, AppendPlan, AppendSource, Attention, AttentionConfig, AttentionIo, AttentionOptions, Batch, BatchBuilder,
+    BlockPool, BlockTable, DevicePlan, Dtype, Extras, HeadGeometry, KvLayout, KvStore, PageSize, PlanCapacity,
+    PoolConfig, STATUS_BYTES, Status, Workspace, adapter, wgpu,
 };
+use wgpu::util::StagingBelt;
+
+/// Sequences side by side, the tokens of each at most, and the tokens of a prompt.
+const SEQUENCES_MAX: u32 = 4;
+const TOKENS_MAX: u32 = 256;
+const PROMPT_MAX: u32 = 40;
 
 #[expect(clippy::print_stdout, clippy::indexing_slicing, reason = "a program that shows what it did")]
 fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -37,10 +45,53 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let attention = pollster::block_on(Attention::new(&device, &info, &config))?;
     // One layer, and no room on the host.
     let mut store = pollster::block_on(KvStore::new(&device, &layout, 1, 0))?;
+
+    // What a sequence may need, as a prompt or with its last token; and what all of them may need together.
+    let page_ids: Vec<u32> = (0..page_size.pages_for(TOKENS_MAX)).collect();
+    let capacity = |new: u32| {
+        let (rows, pages) = ([0, new], [0, page_ids.len() as u32]);
+        let batch = Batch { q_indptr: &rows, page_indptr: &pages, page_ids: &page_ids, kv_len: &[TOKENS_MAX] };
+        Ok::<_, paged_attention::PlanError>(attention.plan(&batch)?.capacity())
+    };
+    let sequence = capacity(PROMPT_MAX)?.or(capacity(1)?);
+    let capacity = (1..SEQUENCES_MAX).fold(sequence, |all, _| all.and(sequence));
+    let PlanCapacity { total_q: rows_max, workspace_bytes, .. } = capacity;
+    let plan = DevicePlan::with_capacity(&device, &attention, &capacity)?;
+    let append = Append::with_capacity(&device, &layout, &config.new_rows, rows_max)?;
+    let workspace = Workspace::new(&device, workspace_bytes)?;
+    let mut belt = StagingBelt::new(device.clone(), 1 << 18);
+
+    // Rows of a step, in and out. A model would have some for each layer, and bind the plans once for each.
+    let usage = wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_DST;
+    let [q, k, v] = [heads.q_heads(), heads.kv_heads(), heads.kv_heads()]
+        .map(|heads| buffer(&device, u64::from(rows_max * heads * 64 * 2), usage));
+    let usage = wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_SRC;
+    let out = buffer(&device, u64::from(rows_max * heads.q_heads() * 64 * 4), usage);
+    let lse = buffer(&device, u64::from(rows_max * heads.q_heads() * 4), usage);
+    let usage = wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST;
+    let readback = buffer(&device, lse.size() + STATUS_BYTES, usage);
+    let source = AppendSource {
+        k: k.as_entire_buffer_binding(),
+        v: v.as_entire_buffer_binding(),
+        kv: store.pages(0)?,
+        head_scales: None,
+    };
+    let append_call = append.bind(&device, attention.kernels(), source, &workspace)?;
+    let io = AttentionIo {
+        q: q.as_entire_buffer_binding(),
+        kv: store.pages(0)?,
+        out: out.as_entire_buffer_binding(),
+        lse: lse.as_entire_buffer_binding(),
+        heads: None,
+        bias: None,
+    };
+    let call = attention.bind(&device, &plan, io, &workspace)?;
+
     let mut pool = BlockPool::new(&PoolConfig { page_size, page_count: layout.page_count(), host_slot_count: 0 })?;
     let mut sequences: Vec<BlockTable> = Vec::new();
     let mut builder = BatchBuilder::default();
     let mut copies = Vec::new();
+    let mut workgroups = 0_u32;
     for step in 0..6_u32 {
         if step == 4 {
             // It shares all pages. Whoever appends first gets a copy of the last one, which is partly filled.
@@ -61,55 +112,42 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let batch = builder.batch();
         let rows = batch.total_q();
 
-        // What a model would compute for the new tokens.
-        let [q, k, v] = [(1, heads.q_heads()), (2, heads.kv_heads()), (3, heads.kv_heads())]
-            .map(|(seed, heads)| upload(&device, &queue, rows * heads * 64, seed + 10 * step));
-        let storage = wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_SRC;
-        let out = buffer(&device, u64::from(rows * heads.q_heads() * 64 * 4), storage);
-        let lse = buffer(&device, u64::from(rows * heads.q_heads() * 4), storage);
-
-        // Plans are made once per step; a model would bind them once per layer.
-        let plan = attention.plan(&batch)?;
-        let workspace = Workspace::new(&device, plan.workspace_bytes())?;
-        let plan = DevicePlan::upload(&device, &plan)?;
-        let page_copies = store.copies(&device, &copies, &workspace)?;
-        copies.clear();
-        let append = Append::upload(&device, &AppendPlan::new(&layout, &batch)?)?;
-        let source = AppendSource {
-            k: k.as_entire_buffer_binding(),
-            v: v.as_entire_buffer_binding(),
-            kv: store.pages(0)?,
-            head_scales: None,
-        };
-        let append = append.bind(&device, attention.kernels(), source, &workspace)?;
-        let io = AttentionIo {
-            q: q.as_entire_buffer_binding(),
-            kv: store.pages(0)?,
-            out: out.as_entire_buffer_binding(),
-            lse: lse.as_entire_buffer_binding(),
-            heads: None,
-            bias: None,
-        };
-        let call = attention.bind(&device, &plan, io, &workspace)?;
-
-        let workgroups =
-            [page_copies.workgroups(), append.workgroups(), call.workgroups()].into_iter().fold(0, u32::wrapping_add);
         let mut encoder = device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
         // Before anything is appended. No page goes to the host here.
-        page_copies.encode(&mut encoder);
+        if !copies.is_empty() {
+            let page_copies = store.copies(&device, &copies, &workspace)?;
+            copies.clear();
+            workgroups = workgroups.wrapping_add(page_copies.workgroups());
+            page_copies.encode(&mut encoder);
+        }
+
+        // Nothing is made on the device for what follows: rows and plans go through the belt, whose memory is used again.
+        append.write(&mut belt, &mut encoder, &AppendPlan::new(&layout, &batch)?)?;
+        plan.write(&mut belt, &mut encoder, &attention.plan(&batch)?)?;
+        // What a model would compute for the new tokens.
+        for (seed, (rows_of, heads)) in
+            (1..).zip([(&q, heads.q_heads()), (&k, heads.kv_heads()), (&v, heads.kv_heads())])
+        {
+            let values = numbers(rows * heads * 64, seed + 10 * step);
+            let bytes: &[u8] = bytemuck::cast_slice(&values);
+            let size = wgpu::BufferSize::new(bytes.len() as u64).ok_or("a step without rows")?;
+            belt.write_buffer(&mut encoder, rows_of, 0, size).copy_from_slice(bytes);
+        }
         {
             let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
-            append.encode(&mut pass);
+            append_call.encode(&mut pass);
             attention.encode(&mut pass, &call);
         }
-        let readback =
-            buffer(&device, lse.size() + STATUS_BYTES, wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST);
         encoder.copy_buffer_to_buffer(&lse, 0, &readback, 0, lse.size());
         encoder.copy_buffer_to_buffer(workspace.status(), 0, &readback, lse.size(), STATUS_BYTES);
+        belt.finish();
         queue.submit([encoder.finish()]);
+        belt.recall();
 
         let words = read(&device, &readback)?;
         let (lse, status) = words.split_at(words.len() - 2);
+        // The status counts on from step to step.
+        workgroups = workgroups.wrapping_add(append_call.workgroups()).wrapping_add(call.workgroups());
         Status::from_words([status[0], status[1]]).check(workgroups)?;
         let last: Vec<f32> = batch.q_indptr[1..]
             .iter()
@@ -129,12 +167,9 @@ fn buffer(device: &wgpu::Device, size: u64, usage: wgpu::BufferUsages) -> wgpu::
 }
 
 /// Numbers between -1 and 1, in f16.
-fn upload(device: &wgpu::Device, queue: &wgpu::Queue, elements: u32, seed: u32) -> wgpu::Buffer {
+fn numbers(elements: u32, seed: u32) -> Vec<f16> {
     let mut random = rand::rngs::StdRng::seed_from_u64(seed.into());
-    let values: Vec<f16> = (0..elements).map(|_| f16::from_f32(random.random_range(-1.0..1.0))).collect();
-    let buffer = buffer(device, u64::from(elements) * 2, wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_DST);
-    queue.write_buffer(&buffer, 0, bytemuck::cast_slice(&values));
-    buffer
+    (0..elements).map(|_| f16::from_f32(random.random_range(-1.0..1.0))).collect()
 }
 
 fn read(device: &wgpu::Device, buffer: &wgpu::Buffer) -> Result<Vec<u32>, Box<dyn std::error::Error>> {
@@ -145,5 +180,7 @@ fn read(device: &wgpu::Device, buffer: &wgpu::Buffer) -> Result<Vec<u32>, Box<dy
     });
     device.poll(wgpu::PollType::wait_indefinitely())?;
     receiver.recv()??;
-    Ok(bytemuck::cast_slice(&buffer.slice(..).get_mapped_range()?).to_vec())
+    let words = bytemuck::cast_slice(&buffer.slice(..).get_mapped_range()?).to_vec();
+    buffer.unmap();
+    Ok(words)
 }

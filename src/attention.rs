@@ -1,5 +1,7 @@
 //! `plan` → `upload` → `bind` → `encode`: attention recorded into the caller's own pass.
 
+use std::ops::Range;
+
 use thiserror::Error;
 
 use crate::batch::Batch;
@@ -7,7 +9,9 @@ use crate::case::AttentionOptions;
 use crate::geometry::Dtype;
 use crate::kernels::{AdapterFacts, BuildError, KernelConfig, KernelId, Kernels, Modifiers, Variants, fold_grid};
 use crate::kv::{KvLayout, NewRows};
-use crate::plan::{DevicePlan, PARAMS_BYTES, Params, Plan, PlanError, SharedPrefix};
+use crate::plan::{
+    DevicePlan, Dispatch, PARAMS_BYTES, Plan, PlanBuffer, PlanCapacity, PlanError, SharedPrefix, Written,
+};
 use crate::status::STATUS_WORDS;
 
 /// Attention over one pool: types, layout, scale and mask.
@@ -49,7 +53,7 @@ impl Extras {
 
 impl Extras {
     /// What a plan depends on: a mask, a bias of each head, shared prefixes.
-    fn of_plan(&self) -> (bool, bool, bool) {
+    pub(crate) fn of_plan(&self) -> (bool, bool, bool) {
         (self.mask, self.bias.is_some_and(|bias| bias.per_head), self.shared_prefixes)
     }
 }
@@ -198,7 +202,7 @@ pub enum BindError {
         /// The plan's.
         needed: NewRows,
     },
-    /// More workgroups are needed than the device can dispatch at once.
+    /// More workgroups are needed than the device can dispatch at once. [`Plan::cut`] makes several dispatches of them.
     #[error("kernel `{kernel}` needs {needed} workgroups; the device allows {axis_max} on each of three axes")]
     TooManyWorkgroups {
         /// Which kernel.
@@ -281,34 +285,30 @@ impl Workspace {
     }
 }
 
-/// A dispatch that is ready to be recorded.
-#[derive(Clone, Debug)]
-pub(crate) struct Dispatch {
-    pub kernel: KernelId,
-    pub grid: [u32; 3],
-}
-
-/// A call with its bindings: recording it creates nothing.
+/// A call with its bindings: recording it creates nothing. It follows its [`DevicePlan`], which may be written anew.
 #[derive(Clone, Debug)]
 pub struct Call {
     kernels: Kernels,
     bindings: wgpu::BindGroup,
-    dispatches: Vec<Dispatch>,
-    workgroups: u32,
+    written: Written,
+    axis_max: u32,
 }
 
 impl Call {
-    /// Workgroups that report their end, for [`crate::Status::check`].
+    /// Workgroups that report their end, for [`crate::Status::check`]: those of the plan that was written last.
     pub fn workgroups(&self) -> u32 {
-        self.workgroups
+        self.written.dispatches().iter().fold(0, |sum, dispatch| sum.wrapping_add(dispatch.groups))
     }
-}
 
-impl Call {
+    /// Slices of the plan that was written last ([`Plan::slices`]).
+    pub fn slices(&self) -> usize {
+        self.written.dispatches().len()
+    }
+
     /// One workgroup of one kernel, whatever the plan has for it. With an empty plan it returns at once: drivers that
     /// compile at the first dispatch do it then.
     pub(crate) fn of_one_workgroup(mut self, kernel: KernelId) -> Self {
-        self.dispatches = vec![Dispatch { kernel, grid: [1, 1, 1] }];
+        self.written = Written::new(vec![Dispatch { kernel, groups: 1, block: 0 }]);
         self
     }
 }
@@ -448,10 +448,10 @@ impl Attention {
         if plan.tiles != self.kernels.config().tiles() || plan.extras.of_plan() != self.config.extras.of_plan() {
             return Err(BindError::OtherKernels);
         }
-        let bytes = self.config.buffer_bytes(plan.total_q);
+        let PlanCapacity { total_q, score_pairs, workspace_bytes, .. } = plan.capacity;
+        let bytes = self.config.buffer_bytes(total_q);
         let limits = device.limits();
-        let plan_words = wgpu::BufferBinding { buffer: &plan.buffer, offset: PARAMS_BYTES, size: None };
-        let plan_bytes = plan.buffer.size().saturating_sub(PARAMS_BYTES);
+        let (plan_words, plan_bytes) = plan.buffer.words();
         let Extras { alibi_slopes, sinks, bias, .. } = self.config.extras;
         let (geometry, dtypes) = (self.config.layout.geometry(), self.config.layout.dtypes());
         let pairs = |there: bool, heads: u32| if there { u64::from(heads) } else { 0 };
@@ -460,7 +460,7 @@ impl Attention {
         let heads_bytes = (pairs > 0).then_some(8 * pairs);
         let bias_bytes = bias.map(|bias| {
             let heads = if bias.per_head { self.config.layout.geometry().q_heads() } else { 1 };
-            let elements = plan.score_pairs.saturating_mul(heads.into());
+            let elements = score_pairs.saturating_mul(heads.into());
             elements.saturating_mul(bias.dtype.bytes().into()).next_multiple_of(4).max(4)
         });
         let mut entries = vec![
@@ -468,7 +468,7 @@ impl Attention {
             ("q", io.q, bytes.q),
             ("out", io.out, bytes.out),
             ("lse", io.lse, bytes.lse),
-            ("workspace", workspace.buffer.as_entire_buffer_binding(), Workspace::buffer_bytes(plan.workspace_bytes)),
+            ("workspace", workspace.buffer.as_entire_buffer_binding(), Workspace::buffer_bytes(workspace_bytes)),
         ];
         // In the order of `Bindings`.
         for (buffer, given, needed) in [("heads", io.heads, heads_bytes), ("bias", io.bias, bias_bytes)] {
@@ -480,32 +480,33 @@ impl Attention {
         }
         entries.extend(page_entries(&self.config.layout, io.kv)?);
         let bindings = storage_bindings(&limits, &entries, &["out", "lse", "workspace"])?;
-        let Params { prefill_groups, decode_groups, merge_groups, .. } = plan.params;
-        let mut dispatches = Vec::new();
-        for (kernel, groups) in
-            [(KernelId::Prefill, prefill_groups), (KernelId::Decode, decode_groups), (KernelId::Merge, merge_groups)]
-        {
-            if groups > 0 {
-                dispatches.push(dispatch(&limits, kernel, groups)?);
-            }
-        }
-        let params = wgpu::BufferBinding { buffer: &plan.buffer, offset: 0, size: wgpu::BufferSize::new(PARAMS_BYTES) };
-        let resources = std::iter::once(params).chain(bindings);
+        check_grids(&plan.buffer, &plan.written)?;
+        let resources = std::iter::once(plan.buffer.params()).chain(bindings);
         Ok(Call {
             kernels: self.kernels.clone(),
             bindings: bind_group(device, self.kernels.attention_layout(), resources),
-            dispatches,
-            workgroups: prefill_groups.wrapping_add(decode_groups).wrapping_add(merge_groups),
+            written: plan.written.clone(),
+            axis_max: limits.max_compute_workgroups_per_dimension,
         })
     }
 
-    /// Records the call, with the kernels that it was bound for: at most one dispatch per kernel. Creates nothing,
-    /// submits nothing.
+    /// Records the call, with the kernels that it was bound for: one dispatch per slice of the plan that was written last,
+    /// which is one per kernel unless the plan was cut. Creates nothing, submits nothing.
     pub fn encode(&self, pass: &mut wgpu::ComputePass<'_>, call: &Call) {
-        for Dispatch { kernel, grid: [x, y, z] } in &call.dispatches {
-            pass.set_pipeline(call.kernels.pipeline(*kernel));
-            pass.set_bind_group(0, &call.bindings, &[]);
-            pass.dispatch_workgroups(*x, *y, *z);
+        self.encode_slices(pass, call, 0..usize::MAX);
+    }
+
+    /// Records some of the call's slices, as far as there are such. Together they must reach the device in the order of
+    /// [`Plan::slices`], in as many submits as wanted, with the same plan.
+    pub fn encode_slices(&self, pass: &mut wgpu::ComputePass<'_>, call: &Call, slices: Range<usize>) {
+        let dispatches = call.written.dispatches();
+        for Dispatch { kernel, groups, block } in dispatches.iter().take(slices.end).skip(slices.start) {
+            // What was written or bound has passed `check_grid`.
+            if let Some([x, y, z]) = fold_grid(*groups, call.axis_max) {
+                pass.set_pipeline(call.kernels.pipeline(*kernel));
+                pass.set_bind_group(0, &call.bindings, &[block * PARAMS_BYTES as u32]);
+                pass.dispatch_workgroups(x, y, z);
+            }
         }
     }
 }
@@ -568,14 +569,13 @@ pub(crate) fn storage_bindings<'a>(
     Ok(entries.iter().map(bound).collect())
 }
 
-pub(crate) fn dispatch(limits: &wgpu::Limits, kernel: KernelId, groups: u32) -> Result<Dispatch, BindError> {
-    let axis_max = limits.max_compute_workgroups_per_dimension;
-    let grid = fold_grid(groups, axis_max).ok_or(BindError::TooManyWorkgroups {
-        kernel: kernel.entry_point(),
-        needed: groups,
-        axis_max,
-    })?;
-    Ok(Dispatch { kernel, grid })
+/// Checks that the dispatches of what was written can be made.
+pub(crate) fn check_grids(buffer: &PlanBuffer, written: &Written) -> Result<(), BindError> {
+    for Dispatch { kernel, groups: needed, .. } in written.dispatches().iter() {
+        let (kernel, needed) = (kernel.entry_point(), *needed);
+        buffer.check_grid(needed).map_err(|axis_max| BindError::TooManyWorkgroups { kernel, needed, axis_max })?;
+    }
+    Ok(())
 }
 
 pub(crate) fn bind_group<'a>(

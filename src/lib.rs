@@ -64,7 +64,9 @@ pub use kv::{
     ToHost, TokenChain, fp8_to_f32,
 };
 pub use merge::{MergeError, Real, States};
-pub use plan::{DevicePlan, Plan, PlanError, SharedPrefix, SharedPrefixError, UploadError};
+pub use plan::{
+    DevicePlan, Plan, PlanCapacity, PlanError, SharedPrefix, SharedPrefixError, Slice, UploadError, WriteError,
+};
 pub use runner::{
     Choice, ChosenBy, CompileTimes, KernelUse, Output, Preference, RunError, RunOptions, Runner, StoredKv, TUNE_BUDGET,
     Tuned,

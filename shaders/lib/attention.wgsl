@@ -5,7 +5,7 @@
 // which rows are padded and loaded.
 //
 // Bindings (group 0):
-//   params     uniform, `Params`; written by the plan
+//   params     uniform, `Params`; written by the plan, at a dynamic offset: one block for all, or one for each dispatch
 //   plan       u32 words: records, sources of merges, owners of rows, work items, masks, page ids; offsets in `Params`
 //   q_rows     [total_q, q_heads] rows of Q_DTYPE, padded to whole chunks
 //   out_rows   [total_q, q_heads] rows of OUT_DTYPE, padded to whole chunks
@@ -48,6 +48,8 @@ struct Params {
     decode_groups: u32,
     merge_items: u32,
     merge_groups: u32,
+    // The first of the kernel's workgroups, where its work was cut into several dispatches.
+    first_group: u32,
 }
 
 const UNLIMITED = 0xffffffffu;
@@ -123,15 +125,16 @@ struct WorkItem {
     //end
 }
 
-// The work item of workgroup `group` in the list that starts at word `items`: every item once per KV head.
+// The work item of workgroup `group` of the dispatch, in the list that starts at word `items`: every item once per KV head.
 fn work_item(items: u32, group: u32) -> WorkItem {
-    let word = items + group / params.kv_heads * ITEM_WORDS;
+    let place = params.first_group + group;
+    let word = items + place / params.kv_heads * ITEM_WORDS;
     return WorkItem(
         plan[word],
         plan[word + 1u],
         plan[word + 2u],
         plan[word + 3u],
-        group % params.kv_heads,
+        place % params.kv_heads,
         //if MASK
         plan[word + 4u],
         plan[word + 5u],

@@ -236,7 +236,7 @@ impl MemoryModel {
         Ok(Parts {
             activations: activations.ok_or(BudgetError::Overflow { what })?,
             workspace: Workspace::buffer_bytes(workspace_bytes(states, &self.tiles)?),
-            metadata: plan_buffer_bytes(words.into()) + append_buffer_bytes(&attention.new_rows, rows),
+            metadata: plan_buffer_bytes(1, words.into()) + append_buffer_bytes(&attention.new_rows, rows),
             ..parts
         })
     }

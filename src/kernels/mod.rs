@@ -303,7 +303,7 @@ impl Layouts {
             layout(device, kernel.entry_point(), &accesses)
         };
         Self {
-            attention: with_pages(vec![Uniform, Read, Read, Write, Write, Write], KernelId::Prefill, Read),
+            attention: with_pages(vec![Blocks, Read, Read, Write, Write, Write], KernelId::Prefill, Read),
             append: with_pages(vec![Uniform, Read, Read, Read, Write], KernelId::Append, Write),
         }
     }
@@ -448,10 +448,12 @@ impl Need {
 #[derive(Clone, Copy)]
 enum Access {
     Uniform,
+    /// A uniform at a dynamic offset.
+    Blocks,
     Read,
     Write,
 }
-use Access::{Read, Uniform, Write};
+use Access::{Blocks, Read, Uniform, Write};
 
 fn layout(device: &wgpu::Device, label: &str, accesses: &[Access]) -> wgpu::BindGroupLayout {
     let entries: Vec<_> = (0..)
@@ -461,11 +463,11 @@ fn layout(device: &wgpu::Device, label: &str, accesses: &[Access]) -> wgpu::Bind
             visibility: wgpu::ShaderStages::COMPUTE,
             ty: wgpu::BindingType::Buffer {
                 ty: match access {
-                    Uniform => wgpu::BufferBindingType::Uniform,
+                    Uniform | Blocks => wgpu::BufferBindingType::Uniform,
                     Read => wgpu::BufferBindingType::Storage { read_only: true },
                     Write => wgpu::BufferBindingType::Storage { read_only: false },
                 },
-                has_dynamic_offset: false,
+                has_dynamic_offset: matches!(access, Blocks),
                 min_binding_size: None,
             },
             count: None,

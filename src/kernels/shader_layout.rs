@@ -87,6 +87,7 @@ fn attention_parameters_agree() {
         decode_groups,
         merge_items,
         merge_groups,
+        first_group,
     });
     for kernel in [KernelId::Prefill, KernelId::Decode, KernelId::Merge] {
         assert_eq!(shader_layout(kernel, "Params"), host, "{}", kernel.entry_point());

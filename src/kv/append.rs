@@ -6,13 +6,11 @@ use thiserror::Error;
 use super::dtypes::KvDtypes;
 use super::layout::{KvLayout, RowLayout, VECTOR_BYTES};
 use super::rotary::{Rotary, RotaryError, RotaryShape};
-use crate::attention::{
-    BindError, Dispatch, STATUS_ROOM, Workspace, bind_group, dispatch, page_entries, storage_bindings,
-};
+use crate::attention::{BindError, STATUS_ROOM, Workspace, bind_group, check_grids, page_entries, storage_bindings};
 use crate::batch::{Batch, BatchError, NO_PAGE};
 use crate::geometry::{Dtype, HeadGeometry};
-use crate::kernels::{KernelConfig, KernelId, Kernels, LANES, append_row_lanes};
-use crate::plan::{PARAMS_BYTES, UploadError, plan_buffer, plan_buffer_bytes};
+use crate::kernels::{KernelConfig, KernelId, Kernels, LANES, append_row_lanes, fold_grid};
+use crate::plan::{Dispatch, PlanBuffer, UploadError, WriteError, Written, plan_buffer_bytes};
 
 /// Rows that cannot be appended. Nothing was written.
 #[derive(Clone, Debug, PartialEq, Error)]
@@ -58,6 +56,9 @@ pub enum AppendError {
         /// The largest number.
         limit: u64,
     },
+    /// There is no buffer for the plans of a step.
+    #[error(transparent)]
+    Upload(#[from] UploadError),
 }
 
 /// New rows as an append finds them, and what it does to them: what its kernel is built for.
@@ -229,6 +230,12 @@ impl AppendPlan {
         &self.rows
     }
 
+    /// What is recorded.
+    fn dispatches(&self) -> Vec<Dispatch> {
+        let dispatch = Dispatch { kernel: KernelId::Append, groups: self.params.groups, block: 0 };
+        if dispatch.groups > 0 { vec![dispatch] } else { Vec::new() }
+    }
+
     /// Bytes of the append's device buffer.
     pub fn device_bytes(&self) -> u64 {
         append_buffer_bytes(&self.rows, self.params.tokens)
@@ -237,7 +244,7 @@ impl AppendPlan {
 
 /// Bytes of the device buffer of an append of `tokens` tokens.
 pub(crate) fn append_buffer_bytes(rows: &NewRows, tokens: u32) -> u64 {
-    plan_buffer_bytes(append_words(rows, tokens))
+    plan_buffer_bytes(1, append_words(rows, tokens))
 }
 
 /// Words of its plan: one for the slot of each token, and two for every pair of elements that is rotated.
@@ -302,23 +309,25 @@ pub struct AppendSource<'a> {
     pub head_scales: Option<wgpu::BufferBinding<'a>>,
 }
 
-/// An append with its bindings: recording it creates nothing.
+/// An append with its bindings: recording it creates nothing. It follows its [`Append`], which may be written anew.
 #[derive(Clone, Debug)]
 pub struct AppendCall {
     pipeline: wgpu::ComputePipeline,
     bindings: wgpu::BindGroup,
-    dispatch: Option<Dispatch>,
-    workgroups: u32,
+    written: Written,
+    axis_max: u32,
 }
 
-/// An append plan on the device.
+/// Room for append plans on the device, and the plan that was written last. Clones are the same plan.
 #[derive(Clone, Debug)]
 pub struct Append {
-    buffer: wgpu::Buffer,
-    params: AppendParams,
+    buffer: PlanBuffer,
+    /// Tokens for which there is room, and their rows.
+    tokens: u32,
     source: SourceVectors,
     rows: NewRows,
     layout: KvLayout,
+    written: Written,
 }
 
 impl Append {
@@ -328,8 +337,53 @@ impl Append {
     /// [`UploadError`] where the device allows no buffer of that size, has no memory, or is lost.
     pub fn upload(device: &wgpu::Device, plan: &AppendPlan) -> Result<Self, UploadError> {
         let words = bytemuck::cast_slice(&plan.words);
-        let buffer = plan_buffer(device, "append plan", bytemuck::bytes_of(&plan.params), words)?;
-        Ok(Self { buffer, params: plan.params, source: plan.source, rows: plan.rows, layout: plan.layout })
+        let buffer = PlanBuffer::filled(device, "append plan", bytemuck::bytes_of(&plan.params), words)?;
+        let AppendPlan { source, rows, layout, .. } = *plan;
+        let written = Written::new(plan.dispatches());
+        Ok(Self { buffer, tokens: plan.params.tokens, source, rows, layout, written })
+    }
+
+    /// Creates the buffer for appends of up to `tokens` new tokens. It is never made larger: where a step has more, make
+    /// another one and bind it.
+    ///
+    /// Until a plan is written, its calls record nothing.
+    ///
+    /// # Errors
+    /// [`AppendError::TooLarge`], [`AppendError::Upload`].
+    pub fn with_capacity(
+        device: &wgpu::Device,
+        layout: &KvLayout,
+        rows: &NewRows,
+        tokens: u32,
+    ) -> Result<Self, AppendError> {
+        let source = SourceVectors::new(layout, rows, tokens)?;
+        let buffer = PlanBuffer::new(device, "append plan", 1, append_words(rows, tokens))?;
+        Ok(Self { buffer, tokens, source, rows: *rows, layout: *layout, written: Written::default() })
+    }
+
+    /// Records that `plan` takes the place of the one before, in the order of `encoder`, as
+    /// [`crate::DevicePlan::write`] does.
+    ///
+    /// # Errors
+    /// [`WriteError`]; nothing was recorded.
+    pub fn write(
+        &self,
+        belt: &mut wgpu::util::StagingBelt,
+        encoder: &mut wgpu::CommandEncoder,
+        plan: &AppendPlan,
+    ) -> Result<(), WriteError> {
+        if plan.layout != self.layout || plan.rows != self.rows {
+            return Err(WriteError::Other);
+        }
+        let (found, needed) = (self.tokens.into(), plan.params.tokens.into());
+        if found < needed {
+            return Err(WriteError::Capacity { what: "new tokens", found, needed });
+        }
+        let (params, words) = (bytemuck::bytes_of(&plan.params), bytemuck::cast_slice(&plan.words));
+        let dispatches = plan.dispatches();
+        self.buffer.write(belt, encoder, params, words, &dispatches)?;
+        *self.written.dispatches() = dispatches;
+        Ok(())
     }
 
     /// Binds the plan to one layer's buffers.
@@ -344,32 +398,30 @@ impl Append {
         workspace: &Workspace,
     ) -> Result<AppendCall, BindError> {
         self.check_kernels(kernels.config())?;
-        let AppendParams { tokens, groups, .. } = self.params;
         let [k_bytes, v_bytes] = self.source.bytes();
         let limits = device.limits();
-        let slots = wgpu::BufferBinding { buffer: &self.buffer, offset: PARAMS_BYTES, size: None };
+        let (words, words_bytes) = self.buffer.words();
         let mut entries = vec![
-            ("append plan", slots, 4 * append_words(&self.rows, tokens).max(1)),
+            ("append plan", words, words_bytes),
             ("k", source.k, k_bytes),
             ("v", source.v, v_bytes),
             ("workspace", workspace.status_binding(), STATUS_ROOM),
         ];
         let buffer = "head scales";
         match (source.head_scales, self.layout.dtypes().has_head_scales()) {
-            (Some(given), true) => entries.push((buffer, given, 8 * u64::from(self.params.kv_heads))),
+            (Some(given), true) => entries.push((buffer, given, 8 * u64::from(self.layout.geometry().kv_heads()))),
             (None, false) => {}
             (given, _) => return Err(BindError::Extra { buffer, given: given.is_some() }),
         }
         entries.extend(page_entries(&self.layout, source.kv)?);
         let bindings = storage_bindings(&limits, &entries, &["kv", "workspace"])?;
-        let dispatch = if groups > 0 { Some(dispatch(&limits, KernelId::Append, groups)?) } else { None };
-        let params = wgpu::BufferBinding { buffer: &self.buffer, offset: 0, size: wgpu::BufferSize::new(PARAMS_BYTES) };
-        let resources = std::iter::once(params).chain(bindings);
+        check_grids(&self.buffer, &self.written)?;
+        let resources = std::iter::once(self.buffer.params()).chain(bindings);
         Ok(AppendCall {
             pipeline: kernels.pipeline(KernelId::Append).clone(),
             bindings: bind_group(device, kernels.append_layout(), resources),
-            dispatch,
-            workgroups: groups,
+            written: self.written.clone(),
+            axis_max: limits.max_compute_workgroups_per_dimension,
         })
     }
 
@@ -398,22 +450,25 @@ impl Append {
 impl AppendCall {
     /// Records the append; attention recorded after it in the same pass sees the new rows.
     pub fn encode(&self, pass: &mut wgpu::ComputePass<'_>) {
-        if let Some(Dispatch { grid: [x, y, z], .. }) = self.dispatch {
-            pass.set_pipeline(&self.pipeline);
-            pass.set_bind_group(0, &self.bindings, &[]);
-            pass.dispatch_workgroups(x, y, z);
+        for Dispatch { groups, .. } in self.written.dispatches().iter() {
+            // What was written or bound has passed `check_grid`.
+            if let Some([x, y, z]) = fold_grid(*groups, self.axis_max) {
+                pass.set_pipeline(&self.pipeline);
+                pass.set_bind_group(0, &self.bindings, &[]);
+                pass.dispatch_workgroups(x, y, z);
+            }
         }
     }
 
     /// See `Call::of_one_workgroup`.
     pub(crate) fn of_one_workgroup(mut self) -> Self {
-        self.dispatch = Some(Dispatch { kernel: KernelId::Append, grid: [1, 1, 1] });
+        self.written = Written::new(vec![Dispatch { kernel: KernelId::Append, groups: 1, block: 0 }]);
         self
     }
 
-    /// Workgroups that report their end, for [`crate::Status::check`].
+    /// Workgroups that report their end, for [`crate::Status::check`]: those of the plan that was written last.
     pub fn workgroups(&self) -> u32 {
-        self.workgroups
+        self.written.dispatches().iter().fold(0, |sum, dispatch| sum.wrapping_add(dispatch.groups))
     }
 }
 
@@ -422,6 +477,7 @@ mod tests {
     use super::*;
     use crate::geometry::PageSize;
     use crate::kv::{KvDtype, Pairing};
+    use crate::plan::PARAMS_BYTES;
 
     const BATCH: Batch<'_> =
         Batch { q_indptr: &[0, 2, 3], page_indptr: &[0, 2, 3], page_ids: &[4, 1, 0], kv_len: &[5, 2] };

@@ -10,7 +10,7 @@ use super::store::KvStore;
 use super::table::PageCopy;
 use crate::attention::{BindError, STATUS_ROOM, Workspace, bind_group, storage_bindings};
 use crate::kernels::{LANES, fold_grid};
-use crate::plan::{PARAMS_BYTES, UploadError, plan_buffer};
+use crate::plan::{PlanBuffer, UploadError};
 
 /// Copies that cannot be made. Nothing was recorded, and no slot has changed.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
@@ -305,13 +305,11 @@ impl KvStore {
         })?;
         let page_count = self.layout.page_count();
         let params = CopyParams { page_vectors, page_count, page_groups, groups };
-        let words = bytemuck::cast_slice(pairs);
-        let list = plan_buffer(device, "page copies", bytemuck::bytes_of(&params), words)?;
-        let params = wgpu::BufferBinding { buffer: &list, offset: 0, size: wgpu::BufferSize::new(PARAMS_BYTES) };
-        let pairs = wgpu::BufferBinding { buffer: &list, offset: PARAMS_BYTES, size: None };
+        let list = PlanBuffer::filled(device, "page copies", bytemuck::bytes_of(&params), bytemuck::cast_slice(pairs))?;
+        let (words, words_bytes) = list.words();
         let bindings = self.layers.iter().map(|segments| {
             let mut entries = vec![
-                ("page copies", pairs.clone(), words.len() as u64),
+                ("page copies", words.clone(), words_bytes),
                 ("workspace", workspace.status_binding(), STATUS_ROOM),
             ];
             let bytes = self.layout.segment_bytes();
@@ -319,7 +317,7 @@ impl KvStore {
                 segments.iter().zip(bytes).map(|(pages, bytes)| ("kv", pages.as_entire_buffer_binding(), bytes)),
             );
             let bindings = storage_bindings(&limits, &entries, &["kv", "workspace"])?;
-            Ok(bind_group(device, &self.kernel.layout, std::iter::once(params.clone()).chain(bindings)))
+            Ok(bind_group(device, &self.kernel.layout, std::iter::once(list.params()).chain(bindings)))
         });
         Ok(Run { bindings: bindings.collect::<Result<_, BindError>>()?, grid, groups, ..run })
     }

@@ -4,17 +4,23 @@
 //! depends on that sequence alone, so its bits are the same in every batch. Where it shares prefixes, it depends on them
 //! too: on their tokens, and on the number of rows that share each.
 
+mod device;
 mod mask;
 mod shared;
+mod slices;
 
 use std::ops::Range;
 
 use bytemuck::{Pod, Zeroable};
 use thiserror::Error;
 
+pub use self::device::{DevicePlan, PlanCapacity, UploadError, WriteError};
+pub(crate) use self::device::{PARAMS_BYTES, PlanBuffer, Written, plan_buffer_bytes};
 use self::mask::{Mask, Run};
 use self::shared::Levels;
 pub use self::shared::{SharedPrefix, SharedPrefixError};
+pub(crate) use self::slices::Dispatch;
+pub use self::slices::Slice;
 use crate::attention::Extras;
 use crate::batch::{Batch, BatchError, NO_PAGE};
 use crate::case::AttentionOptions;
@@ -118,16 +124,7 @@ pub(crate) struct Params {
     pub decode_groups: u32,
     pub merge_items: u32,
     pub merge_groups: u32,
-}
-
-/// A plan that did not reach the device.
-#[derive(Clone, Debug, PartialEq, Eq, Error)]
-#[error("there is no buffer to write the plan of {bytes} bytes into: {message}")]
-pub struct UploadError {
-    /// Bytes of the plan.
-    pub bytes: u64,
-    /// The device's message.
-    pub message: String,
+    pub first_group: u32,
 }
 
 /// What one step's attention consists of: made once per step, used for every layer.
@@ -143,6 +140,7 @@ pub struct Plan {
     workspace_bytes: u64,
     kv_bytes_read: u64,
     chains: Vec<Chains>,
+    slices: Vec<Slice>,
 }
 
 /// A reach that has no end, in [`Params`].
@@ -231,8 +229,10 @@ impl Plan {
             decode_groups: groups(&lists.decode, "decode workgroups")?,
             merge_items,
             merge_groups: groups(&lists.merge, "merge workgroups")?,
+            first_group: 0,
         };
         Ok(Self {
+            slices: slices::whole(&params),
             params,
             words,
             total_q: batch.total_q(),
@@ -281,82 +281,9 @@ impl Plan {
 
     /// Bytes of the step's device buffer.
     pub fn device_bytes(&self) -> u64 {
-        plan_buffer_bytes(self.words.len() as u64)
+        let PlanCapacity { blocks, words, .. } = self.capacity();
+        plan_buffer_bytes(blocks, words)
     }
-}
-
-/// Where the plan's words start in its device buffer: past the parameters, at the largest offset alignment that a
-/// device may ask for.
-pub(crate) const PARAMS_BYTES: u64 = 256;
-
-/// A plan on the device.
-#[derive(Clone, Debug)]
-pub struct DevicePlan {
-    pub(crate) buffer: wgpu::Buffer,
-    pub(crate) params: Params,
-    pub(crate) layout: KvLayout,
-    pub(crate) tiles: Tiles,
-    pub(crate) extras: Extras,
-    pub(crate) total_q: u32,
-    pub(crate) score_pairs: u64,
-    pub(crate) workspace_bytes: u64,
-}
-
-impl DevicePlan {
-    /// Creates one small buffer and writes the plan into it as it is made: nothing is queued, so any number of
-    /// plans may be recorded before one submit.
-    ///
-    /// # Errors
-    /// [`UploadError`] where the device allows no buffer of that size, has no memory, or is lost.
-    pub fn upload(device: &wgpu::Device, plan: &Plan) -> Result<Self, UploadError> {
-        let words = bytemuck::cast_slice(&plan.words);
-        let buffer = plan_buffer(device, "attention plan", bytemuck::bytes_of(&plan.params), words)?;
-        Ok(Self {
-            buffer,
-            params: plan.params,
-            layout: plan.layout,
-            tiles: plan.tiles,
-            extras: plan.extras,
-            total_q: plan.total_q,
-            score_pairs: plan.score_pairs,
-            workspace_bytes: plan.workspace_bytes,
-        })
-    }
-}
-
-/// Bytes of the device buffer of a plan with `words` words: an empty binding is not allowed.
-pub(crate) fn plan_buffer_bytes(words: u64) -> u64 {
-    PARAMS_BYTES + words.max(1) * 4
-}
-
-/// A buffer with parameters at its start and words from [`PARAMS_BYTES`] on, written as it is made.
-pub(crate) fn plan_buffer(
-    device: &wgpu::Device,
-    label: &str,
-    params: &[u8],
-    words: &[u8],
-) -> Result<wgpu::Buffer, UploadError> {
-    let bytes = plan_buffer_bytes(words.len() as u64 / 4);
-    let limits = device.limits();
-    let allowed = limits.max_storage_buffer_binding_size.min(limits.max_buffer_size);
-    if bytes > allowed {
-        return Err(UploadError { bytes, message: format!("the device allows {allowed}") });
-    }
-    let buffer = device.create_buffer(&wgpu::BufferDescriptor {
-        label: Some(label),
-        size: bytes,
-        usage: wgpu::BufferUsages::UNIFORM | wgpu::BufferUsages::STORAGE,
-        mapped_at_creation: true,
-    });
-    for (offset, part) in [(0, params), (PARAMS_BYTES, words)] {
-        if !part.is_empty() {
-            let range = offset..offset + part.len() as u64;
-            let mapped = buffer.slice(range).get_mapped_range_mut();
-            mapped.map_err(|error| UploadError { bytes, message: error.to_string() })?.copy_from_slice(part);
-        }
-    }
-    buffer.unmap();
-    Ok(buffer)
 }
 
 /// Bytes of a partial state: (m, l) in a vector of 4 f32, then the accumulator.

@@ -1,0 +1,339 @@
+//! Plans on the device: a buffer that is made once and written for every step.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use thiserror::Error;
+
+use super::slices::Dispatch;
+use super::{Params, Plan};
+use crate::attention::{Attention, Extras};
+use crate::kernels::{Tiles, fold_grid};
+use crate::kv::KvLayout;
+
+/// Bytes from one block of parameters to the next: the largest offset alignment that a device may ask for.
+pub(crate) const PARAMS_BYTES: u64 = 256;
+
+/// A plan for which no buffer could be made.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[error("there is no buffer to write the plan of {bytes} bytes into: {message}")]
+pub struct UploadError {
+    /// Bytes of the plan.
+    pub bytes: u64,
+    /// The device's message.
+    pub message: String,
+}
+
+/// A plan that cannot take the place of another on the device. Nothing was recorded, and the other one stays.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum WriteError {
+    /// The plan is too large.
+    #[error("the plan has {needed} {what}; there is room for {found}")]
+    Capacity {
+        /// What is counted.
+        what: &'static str,
+        /// The capacity.
+        found: u64,
+        /// How many the plan has.
+        needed: u64,
+    },
+    /// The plan was made for another pool, other kernels, or a call that brings other tensors.
+    #[error("the plan was made for another pool layout, other tile sizes, rows or extras")]
+    Other,
+    /// More workgroups are needed than the device can dispatch at once. [`Plan::cut`] makes several dispatches of them.
+    #[error("kernel `{kernel}` needs {needed} workgroups; the device allows {axis_max} on each of three axes")]
+    TooManyWorkgroups {
+        /// Which kernel.
+        kernel: &'static str,
+        /// Workgroups needed.
+        needed: u32,
+        /// The device's `max_compute_workgroups_per_dimension`.
+        axis_max: u32,
+    },
+    /// The staging belt had no memory for it.
+    #[error("there is no staging memory for the plan's {bytes} bytes: {message}")]
+    Staging {
+        /// Bytes of the plan.
+        bytes: u64,
+        /// The device's message.
+        message: String,
+    },
+}
+
+/// What the plans of a [`DevicePlan`] may need at most.
+///
+/// Take it from plans of single sequences ([`Plan::capacity`]): what a sequence may need is the larger of what it needs at
+/// its longest, once with as many new tokens as it may get and once with one ([`PlanCapacity::or`]), and a batch needs what
+/// its sequences need together ([`PlanCapacity::and`]).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PlanCapacity {
+    /// Words of work items, page tables and the like.
+    pub words: u64,
+    /// Blocks of parameters: one, and one for each slice of a kernel whose work was cut ([`Plan::cut`]). Cutting a batch
+    /// may take more than its sequences tell.
+    pub blocks: u32,
+    /// Query rows of all sequences.
+    pub total_q: u32,
+    /// Pairs of a query row and a key of its sequence: elements of a head's bias.
+    pub score_pairs: u64,
+    /// Bytes of partial states ([`Plan::workspace_bytes`]).
+    pub workspace_bytes: u64,
+}
+
+impl PlanCapacity {
+    /// Room for one batch with the sequences of both.
+    #[must_use]
+    pub fn and(self, other: Self) -> Self {
+        Self {
+            words: self.words.saturating_add(other.words),
+            blocks: self.blocks.saturating_add(other.blocks).saturating_sub(1).max(1),
+            total_q: self.total_q.saturating_add(other.total_q),
+            score_pairs: self.score_pairs.saturating_add(other.score_pairs),
+            workspace_bytes: self.workspace_bytes.saturating_add(other.workspace_bytes),
+        }
+    }
+
+    /// Room for what either has room for.
+    #[must_use]
+    pub fn or(self, other: Self) -> Self {
+        Self {
+            words: self.words.max(other.words),
+            blocks: self.blocks.max(other.blocks),
+            total_q: self.total_q.max(other.total_q),
+            score_pairs: self.score_pairs.max(other.score_pairs),
+            workspace_bytes: self.workspace_bytes.max(other.workspace_bytes),
+        }
+    }
+
+    /// Whether there is room for `needed`.
+    fn check(&self, needed: &Self) -> Result<(), WriteError> {
+        for (what, found, needed) in [
+            ("words", self.words, needed.words),
+            ("blocks of parameters", self.blocks.into(), needed.blocks.into()),
+            ("query rows", self.total_q.into(), needed.total_q.into()),
+            ("pairs of query row and key", self.score_pairs, needed.score_pairs),
+            ("bytes of partial states", self.workspace_bytes, needed.workspace_bytes),
+        ] {
+            if found < needed {
+                return Err(WriteError::Capacity { what, found, needed });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Room for plans on the device, and the plan that was written last. Clones are the same plan.
+///
+/// A [`crate::Call`] that is bound to it follows it: after [`DevicePlan::write`], what is recorded is the new plan, and
+/// nothing is bound again.
+#[derive(Clone, Debug)]
+pub struct DevicePlan {
+    pub(crate) buffer: PlanBuffer,
+    pub(crate) layout: KvLayout,
+    pub(crate) tiles: Tiles,
+    pub(crate) extras: Extras,
+    pub(crate) capacity: PlanCapacity,
+    pub(crate) written: Written,
+}
+
+/// The dispatches of the plan that was written last.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Written(Arc<Mutex<Vec<Dispatch>>>);
+
+impl Written {
+    pub fn new(dispatches: Vec<Dispatch>) -> Self {
+        Self(Arc::new(Mutex::new(dispatches)))
+    }
+
+    pub fn dispatches(&self) -> MutexGuard<'_, Vec<Dispatch>> {
+        // A list is replaced as a whole.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl DevicePlan {
+    /// Creates one small buffer and writes the plan into it as it is made: nothing is queued, so any number of
+    /// plans may be recorded before one submit.
+    ///
+    /// # Errors
+    /// [`UploadError`] where the device allows no buffer of that size, has no memory, or is lost.
+    pub fn upload(device: &wgpu::Device, plan: &Plan) -> Result<Self, UploadError> {
+        let (blocks, words) = (plan.blocks(), bytemuck::cast_slice(&plan.words));
+        let buffer = PlanBuffer::filled(device, "attention plan", &blocks, words)?;
+        let written = Written::new(plan.dispatches());
+        let Plan { layout, tiles, extras, .. } = *plan;
+        Ok(Self { buffer, layout, tiles, extras, capacity: plan.capacity(), written })
+    }
+
+    /// Creates the buffer for plans of `attention` that need no more than `capacity`. It is never made larger: where a
+    /// step needs more, make another one and bind it.
+    ///
+    /// Until a plan is written, its calls record nothing.
+    ///
+    /// # Errors
+    /// As [`DevicePlan::upload`].
+    pub fn with_capacity(
+        device: &wgpu::Device,
+        attention: &Attention,
+        capacity: &PlanCapacity,
+    ) -> Result<Self, UploadError> {
+        let buffer = PlanBuffer::new(device, "attention plan", capacity.blocks, capacity.words)?;
+        let config = attention.config();
+        Ok(Self {
+            buffer,
+            layout: config.layout,
+            tiles: attention.kernels().config().tiles(),
+            extras: config.extras,
+            capacity: *capacity,
+            written: Written::default(),
+        })
+    }
+
+    /// Records that `plan` takes the place of the one before, in the order of `encoder`: what was recorded into it until
+    /// now uses the old plan, what is recorded from now on the new one. Creates nothing as long as `belt` has room.
+    ///
+    /// # Errors
+    /// [`WriteError`]; nothing was recorded.
+    pub fn write(
+        &self,
+        belt: &mut wgpu::util::StagingBelt,
+        encoder: &mut wgpu::CommandEncoder,
+        plan: &Plan,
+    ) -> Result<(), WriteError> {
+        let same = plan.layout == self.layout && plan.tiles == self.tiles;
+        if !same || plan.extras.of_plan() != self.extras.of_plan() {
+            return Err(WriteError::Other);
+        }
+        self.capacity.check(&plan.capacity())?;
+        let dispatches = plan.dispatches();
+        self.buffer.write(belt, encoder, &plan.blocks(), bytemuck::cast_slice(&plan.words), &dispatches)?;
+        *self.written.dispatches() = dispatches;
+        Ok(())
+    }
+
+    /// What its plans may need at most.
+    pub fn capacity(&self) -> &PlanCapacity {
+        &self.capacity
+    }
+}
+
+/// A buffer with blocks of parameters at its start and words behind them.
+#[derive(Clone, Debug)]
+pub(crate) struct PlanBuffer {
+    buffer: wgpu::Buffer,
+    blocks: u32,
+    axis_max: u32,
+}
+
+/// Bytes of such a buffer: an empty binding is not allowed.
+pub(crate) fn plan_buffer_bytes(blocks: u32, words: u64) -> u64 {
+    (PARAMS_BYTES * u64::from(blocks.max(1))).saturating_add(words.max(1).saturating_mul(4))
+}
+
+/// Parameters, one after the other at the distance that a dynamic offset may have.
+pub(crate) fn blocks_of(params: impl IntoIterator<Item = Params>) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    for params in params {
+        bytes.extend_from_slice(bytemuck::bytes_of(&params));
+        bytes.resize(bytes.len().next_multiple_of(PARAMS_BYTES as usize), 0);
+    }
+    bytes
+}
+
+impl PlanBuffer {
+    /// With room for so much, and zeros.
+    pub fn new(device: &wgpu::Device, label: &str, blocks: u32, words: u64) -> Result<Self, UploadError> {
+        Self::create(device, label, blocks, words, false)
+    }
+
+    /// With these blocks and words, written as it is made. The last block may be cut.
+    pub fn filled(device: &wgpu::Device, label: &str, blocks: &[u8], words: &[u8]) -> Result<Self, UploadError> {
+        let count = blocks.len().div_ceil(PARAMS_BYTES as usize) as u32;
+        let made = Self::create(device, label, count, words.len() as u64 / 4, true)?;
+        for (offset, part) in [(0, blocks), (made.words_begin(), words)] {
+            if !part.is_empty() {
+                let mapped = made.buffer.slice(offset..offset + part.len() as u64).get_mapped_range_mut();
+                let failed =
+                    |error: wgpu::MapRangeError| UploadError { bytes: made.buffer.size(), message: error.to_string() };
+                mapped.map_err(failed)?.copy_from_slice(part);
+            }
+        }
+        made.buffer.unmap();
+        Ok(made)
+    }
+
+    fn create(
+        device: &wgpu::Device,
+        label: &str,
+        blocks: u32,
+        words: u64,
+        mapped_at_creation: bool,
+    ) -> Result<Self, UploadError> {
+        let bytes = plan_buffer_bytes(blocks, words);
+        let limits = device.limits();
+        let allowed = limits.max_storage_buffer_binding_size.min(limits.max_buffer_size);
+        if bytes > allowed {
+            return Err(UploadError { bytes, message: format!("the device allows {allowed}") });
+        }
+        let usage = wgpu::BufferUsages::UNIFORM | wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_DST;
+        let descriptor = wgpu::BufferDescriptor { label: Some(label), size: bytes, usage, mapped_at_creation };
+        let buffer = device.create_buffer(&descriptor);
+        Ok(Self { buffer, blocks: blocks.max(1), axis_max: limits.max_compute_workgroups_per_dimension })
+    }
+
+    /// Records that it gets these blocks and words, for which it must have room, if `dispatches` can be made.
+    pub fn write(
+        &self,
+        belt: &mut wgpu::util::StagingBelt,
+        encoder: &mut wgpu::CommandEncoder,
+        blocks: &[u8],
+        words: &[u8],
+        dispatches: &[Dispatch],
+    ) -> Result<(), WriteError> {
+        for Dispatch { kernel, groups: needed, .. } in dispatches {
+            let (kernel, needed) = (kernel.entry_point(), *needed);
+            self.check_grid(needed).map_err(|axis_max| WriteError::TooManyWorkgroups { kernel, needed, axis_max })?;
+        }
+        let bytes = (blocks.len() + words.len()) as u64;
+        let Some(size) = wgpu::BufferSize::new(bytes) else { return Ok(()) };
+        let staged = belt.allocate(size, ALIGNMENT);
+        let mapped = staged.get_mapped_range_mut();
+        let mut mapped = mapped.map_err(|error| WriteError::Staging { bytes, message: error.to_string() })?;
+        mapped.slice(..blocks.len()).copy_from_slice(blocks);
+        mapped.slice(blocks.len()..).copy_from_slice(words);
+        drop(mapped);
+        let words_from = staged.offset() + blocks.len() as u64;
+        for (from, to, part) in [(staged.offset(), 0, blocks), (words_from, self.words_begin(), words)] {
+            if !part.is_empty() {
+                encoder.copy_buffer_to_buffer(staged.buffer(), from, &self.buffer, to, part.len() as u64);
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks that so many workgroups can be dispatched at once. The error is what the device allows on an axis.
+    pub fn check_grid(&self, groups: u32) -> Result<(), u32> {
+        fold_grid(groups, self.axis_max).map(|_| ()).ok_or(self.axis_max)
+    }
+
+    fn words_begin(&self) -> u64 {
+        PARAMS_BYTES * u64::from(self.blocks)
+    }
+
+    /// The first block; the others are reached by dynamic offsets.
+    pub fn params(&self) -> wgpu::BufferBinding<'_> {
+        wgpu::BufferBinding { buffer: &self.buffer, offset: 0, size: wgpu::BufferSize::new(PARAMS_BYTES) }
+    }
+
+    /// All words, and their bytes.
+    pub fn words(&self) -> (wgpu::BufferBinding<'_>, u64) {
+        let offset = self.words_begin();
+        (wgpu::BufferBinding { buffer: &self.buffer, offset, size: None }, self.buffer.size().saturating_sub(offset))
+    }
+}
+
+/// WebGPU copies whole words.
+const ALIGNMENT: wgpu::BufferSize = match wgpu::BufferSize::new(wgpu::COPY_BUFFER_ALIGNMENT) {
+    Some(alignment) => alignment,
+    None => wgpu::BufferSize::MIN,
+};
