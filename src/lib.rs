@@ -68,8 +68,8 @@ pub use plan::{
     DevicePlan, Plan, PlanCapacity, PlanError, SharedPrefix, SharedPrefixError, Slice, UploadError, WriteError,
 };
 pub use runner::{
-    Choice, ChosenBy, CompileTimes, KernelUse, Output, Preference, RunError, RunOptions, Runner, StoredKv, TUNE_BUDGET,
-    Tuned,
+    Choice, ChosenBy, CompileTimes, KernelUse, Output, Preference, RunError, RunOptions, Runner, SUBMIT_TIME, StoredKv,
+    TUNE_BUDGET, Tuned,
 };
 pub use selftest::SelfTestError;
 pub use status::{STATUS_BYTES, Status, StatusError};

@@ -293,6 +293,7 @@ mod tests {
             gpu_ms: None,
             wall_ms: 0.0,
             workspace_bytes: 0,
+            submits: 1,
         };
         let (compared, out, lse) = Sample::new(150).take(whole, &output).unwrap();
         assert_eq!(compared.q().shape().get(1), Some(&64));

@@ -6,8 +6,13 @@ use crate::geometry::{HeadGeometry, padded_dim};
 /// Subgroup sizes that there are variants for.
 pub const SUBGROUP_SIZES: [u32; 5] = [4, 8, 16, 32, 64];
 
-/// As `split_keys`: no sequence is so long that its keys are split.
+/// As `split_keys`: no sequence is so long that its keys are split. No rule chooses it.
 pub(super) const UNSPLIT: u32 = 1 << 31;
+
+/// Keys per split of a prefill. A work item is as long as this at most, so that no dispatch has to be longer (drivers end
+/// what takes seconds); prompts have rows enough to fill a GPU, so shorter splits would only be more to merge. llvmpipe of
+/// Mesa 22 ends all loops of an invocation after 65,535 iterations.
+const PREFILL_SPLIT_KEYS: u32 = 1 << 15;
 
 /// In which order work items of unequal size are dispatched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -233,24 +238,22 @@ fn prefill(facts: &AdapterFacts, geometry: &HeadGeometry, subgroup: u32) -> Pref
         };
         // One subgroup, or two small ones: there is no occupancy to gain, and few rows are idle at a prompt's end.
         let lanes = subgroup.max(8);
-        // llvmpipe of Mesa 22 ends all loops of an invocation after 65,535 iterations.
         PrefillVariant {
             subgroup,
             lanes,
             rows_per_lane,
             step_keys: 2,
-            split_keys: 1 << 15,
+            split_keys: PREFILL_SPLIT_KEYS,
             order: ItemOrder::Alternating,
         }
     } else {
         let rows_per_lane = if row_words <= 96 { 2 } else { 1 };
-        // Prefill has rows enough to fill a GPU, so its keys need no split.
         PrefillVariant {
             subgroup,
             lanes: 64,
             rows_per_lane,
             step_keys: 4,
-            split_keys: UNSPLIT,
+            split_keys: PREFILL_SPLIT_KEYS,
             order: ItemOrder::LargeFirst,
         }
     }

@@ -2,6 +2,7 @@
 
 mod choice;
 mod host;
+mod pace;
 mod pipelines;
 mod timestamps;
 mod tune;
@@ -9,12 +10,14 @@ mod tune;
 use std::collections::HashMap;
 use std::num::NonZeroU32;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use thiserror::Error;
 
 pub use self::choice::{Choice, ChosenBy, Preference};
 use self::host::{NewTokens, PADDING, PageTable, head_scales, padded, paged_bytes, stored_rows, unpadded};
+pub use self::pace::SUBMIT_TIME;
+use self::pace::{Pace, Portion};
 pub use self::pipelines::CompileTimes;
 use self::pipelines::Pipelines;
 use self::timestamps::{Queries, elapsed_ms};
@@ -125,6 +128,9 @@ pub struct RunOptions {
     /// Variants of the kernels to use, untested; `None` leaves the choice to [`Runner::choose`], or takes those without
     /// subgroups where there is no query row.
     pub variants: Option<Variants>,
+    /// Multiply-adds of a submit at most ([`crate::Plan::cut`]); `None` goes by what the runner has measured
+    /// ([`Runner::bound_submits`]). It changes no bit.
+    pub submit_work_max: Option<u64>,
 }
 
 impl RunOptions {
@@ -140,6 +146,7 @@ impl RunOptions {
             segment_pages: None,
             shared_prefixes: Vec::new(),
             variants: None,
+            submit_work_max: None,
         }
     }
 
@@ -257,12 +264,14 @@ pub struct Output {
     pub kernels: Vec<KernelUse>,
     /// How their variants were chosen; `None` where the options named them, or nothing was to be computed.
     pub choice: Option<Choice>,
-    /// Time on the GPU, where the adapter has timestamps.
+    /// Time on the GPU, where the adapter has timestamps: from the first attention kernel to the end of the last.
     pub gpu_ms: Option<f64>,
     /// Time from the submission to the last byte read back; uploads and pipelines are not included.
     pub wall_ms: f64,
     /// Bytes of split-KV partial states.
     pub workspace_bytes: u64,
+    /// In how many submits the attention was.
+    pub submits: u32,
 }
 
 /// Keys and values as pages hold them: rotated, rounded, quantised.
@@ -298,6 +307,7 @@ pub struct Runner {
     pipelines: Pipelines,
     preference: Preference,
     choices: HashMap<(KernelShape, NewRows, Modifiers, NonZeroU32), Choice>,
+    pace: Pace,
     /// The first error that no scope caught, or the reason why the device was lost.
     failure: Arc<Mutex<Option<String>>>,
 }
@@ -347,7 +357,15 @@ impl Runner {
         let info = adapter.get_info();
         let facts = AdapterFacts::new(&info, &device);
         let (pipelines, preference, choices) = (Pipelines::default(), Preference::default(), HashMap::new());
-        Ok(Self { info, device, queue, facts, pipelines, preference, choices, failure })
+        let pace = Pace::default();
+        Ok(Self { info, device, queue, facts, pipelines, preference, choices, pace, failure })
+    }
+
+    /// Makes no submit take longer than about `time`, instead of [`SUBMIT_TIME`]: a call with more work is spread over
+    /// several submits, each of which is waited for. How much work that is, is measured from one submit to the next,
+    /// beginning with little. It changes no bit.
+    pub fn bound_submits(&mut self, time: Duration) {
+        self.pace = self.pace.clone().with_submit(time);
     }
 
     /// The adapter that the device was opened on.
@@ -397,14 +415,21 @@ impl Runner {
         let attention = Attention::with_kernels(kernels, &config)?;
         let batch = table.batch(case);
         let mask = case.extras().mask.as_deref();
-        let plan = match (options.shared_prefixes.as_slice(), mask) {
+        let mut plan = match (options.shared_prefixes.as_slice(), mask) {
             ([], None) => attention.plan(&batch)?,
             ([], Some(mask)) => attention.plan_masked(&batch, mask)?,
             (prefixes, mask) => attention.plan_shared(&batch, prefixes, mask)?,
         };
 
-        let submitted = self.scoped(|| self.submit(case, &table, &attention, &plan, options.rotary.as_ref()))?;
-        let Submitted { readback, pages, scales, timestamps, ends, append_groups, workgroups, started } = submitted;
+        match options.submit_work_max {
+            Some(work_max) => plan.cut(|_| work_max),
+            None => self.pace.cut(&mut plan),
+        }
+
+        let mut pace = self.pace.clone();
+        let submitted = self.scoped(|| self.submit(case, &table, &attention, &plan, options, &mut pace))?;
+        let Submitted { readback, pages, scales, timestamps, ends, append_groups, workgroups, submits, started } =
+            submitted;
         let bytes = self.read(&readback)?;
         let wall_ms = started.elapsed().as_secs_f64() * 1e3;
         let gpu_ms = match timestamps {
@@ -417,6 +442,7 @@ impl Runner {
         let mut status = part(lse_end, status_end).chunks_exact(4).filter_map(|word| word.try_into().ok());
         let mut status_word = || status.next().map_or(0, u32::from_le_bytes);
         Status::from_words([status_word(), status_word()]).check(workgroups)?;
+        self.pace = pace;
         let stored = match pages {
             Some(pages) => {
                 let bytes = self.read(&pages)?;
@@ -445,6 +471,7 @@ impl Runner {
             gpu_ms,
             wall_ms,
             workspace_bytes: plan.workspace_bytes(),
+            submits,
         })
     }
 
@@ -474,8 +501,10 @@ impl Runner {
         table: &PageTable,
         attention: &Attention,
         plan: &crate::plan::Plan,
-        rotary: Option<&Rotary>,
+        options: &RunOptions,
+        pace: &mut Pace,
     ) -> Result<Submitted, RunError> {
+        let rotary = options.rotary.as_ref();
         let (device, config) = (&self.device, attention.config());
         let (layout, geometry) = (&config.layout, config.layout.geometry());
         let workspace = Workspace::new(device, plan.workspace_bytes())?;
@@ -558,12 +587,30 @@ impl Runner {
         if let Some(append) = &append {
             append.encode(&mut encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default()));
         }
-        {
+        let works: Vec<_> = plan.slices().iter().map(|slice| (slice.kernel, plan.work(slice))).collect();
+        let started = Instant::now();
+        let (mut begin, mut submits) = (0, 0);
+        loop {
+            let portion = match options.submit_work_max {
+                Some(_) => Portion::one(begin),
+                None => pace.portion(&works, begin),
+            };
+            let is_last = portion.end >= works.len();
             let descriptor = wgpu::ComputePassDescriptor {
                 label: Some("attention"),
-                timestamp_writes: queries.as_ref().map(Queries::writes),
+                timestamp_writes: queries.as_ref().and_then(|queries| queries.writes(begin == 0, is_last)),
             };
-            attention.encode(&mut encoder.begin_compute_pass(&descriptor), &call);
+            attention.encode_slices(&mut encoder.begin_compute_pass(&descriptor), &call, begin..portion.end);
+            submits += 1;
+            if is_last {
+                break;
+            }
+            let next = device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
+            let submitted = Instant::now();
+            self.queue.submit([std::mem::replace(&mut encoder, next).finish()]);
+            self.wait()?;
+            pace.note(&portion, submitted.elapsed());
+            begin = portion.end;
         }
         for (source, bytes, offset) in
             [(&out, out_bytes, 0), (&lse, lse_bytes, ends[0]), (workspace.status(), STATUS_BYTES, ends[1])]
@@ -585,9 +632,8 @@ impl Runner {
             None
         };
         let timestamps = queries.map(|queries| queries.resolve(&mut encoder));
-        let started = Instant::now();
         self.queue.submit([encoder.finish()]);
-        Ok(Submitted { readback, pages, scales, timestamps, ends, append_groups, workgroups, started })
+        Ok(Submitted { readback, pages, scales, timestamps, ends, append_groups, workgroups, submits, started })
     }
 
     fn buffer(&self, label: &'static str, bytes: u64, usage: wgpu::BufferUsages) -> Result<wgpu::Buffer, RunError> {
@@ -615,6 +661,12 @@ impl Runner {
         Ok(buffer)
     }
 
+    /// Waits for all that was submitted.
+    fn wait(&self) -> Result<(), RunError> {
+        let waited = self.device.poll(wgpu::PollType::wait_indefinitely());
+        waited.map(|_| ()).map_err(|error| RunError::Failed(error.to_string()))
+    }
+
     /// Waits for the device and copies a mappable buffer.
     fn read(&self, buffer: &wgpu::Buffer) -> Result<Vec<u8>, RunError> {
         let (sender, receiver) = std::sync::mpsc::channel();
@@ -622,7 +674,7 @@ impl Runner {
             // The receiver waits below; it is gone only if the wait failed.
             let _ = sender.send(result);
         });
-        self.device.poll(wgpu::PollType::wait_indefinitely()).map_err(|error| RunError::Failed(error.to_string()))?;
+        self.wait()?;
         match receiver.try_recv() {
             Ok(Ok(())) => {}
             Ok(Err(error)) => return Err(RunError::Failed(error.to_string())),
@@ -645,6 +697,8 @@ struct Submitted {
     append_groups: u32,
     /// Of all kernels together.
     workgroups: u32,
+    /// Of attention.
+    submits: u32,
     started: Instant,
 }
 

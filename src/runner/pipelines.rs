@@ -169,7 +169,6 @@ impl Runner {
         let mut encoder = self.device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
         record(&mut encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default()));
         self.queue.submit([encoder.finish()]);
-        self.device.poll(wgpu::PollType::wait_indefinitely()).map_err(|error| RunError::Failed(error.to_string()))?;
-        Ok(())
+        self.wait()
     }
 }

@@ -1,6 +1,6 @@
 //! Time on the device, where it has timestamps.
 
-/// Two timestamps around the attention pass.
+/// Two timestamps, around all attention passes.
 pub(super) struct Queries {
     set: wgpu::QuerySet,
     resolved: wgpu::Buffer,
@@ -30,12 +30,13 @@ impl Queries {
         })
     }
 
-    pub(super) fn writes(&self) -> wgpu::ComputePassTimestampWrites<'_> {
-        wgpu::ComputePassTimestampWrites {
+    /// What the first pass writes at its beginning, and the last one at its end.
+    pub(super) fn writes(&self, is_first: bool, is_last: bool) -> Option<wgpu::ComputePassTimestampWrites<'_>> {
+        (is_first || is_last).then_some(wgpu::ComputePassTimestampWrites {
             query_set: &self.set,
-            beginning_of_pass_write_index: Some(0),
-            end_of_pass_write_index: Some(1),
-        }
+            beginning_of_pass_write_index: is_first.then_some(0),
+            end_of_pass_write_index: is_last.then_some(1),
+        })
     }
 
     pub(super) fn resolve(self, encoder: &mut wgpu::CommandEncoder) -> wgpu::Buffer {

@@ -17,5 +17,6 @@ mod random;
 mod real;
 mod segments;
 mod shared;
+mod slices;
 mod stored;
 mod tuning;

@@ -8,3 +8,5 @@ mod outputs;
 mod recording;
 mod steps;
 mod work_items;
+
+pub use host::{Host, Layer, batch, host};
