@@ -5,6 +5,7 @@ use std::ops::Range;
 use thiserror::Error;
 
 use crate::batch::Batch;
+use crate::buffers::{self, OutOfMemory};
 use crate::case::AttentionOptions;
 use crate::geometry::Dtype;
 use crate::kernels::{AdapterFacts, BuildError, KernelConfig, KernelId, Kernels, Modifiers, Variants, fold_grid};
@@ -144,6 +145,9 @@ pub enum BindError {
         /// Bytes needed.
         needed: u64,
     },
+    /// The device has no memory.
+    #[error(transparent)]
+    OutOfMemory(#[from] OutOfMemory),
     /// A buffer was not made for this use.
     #[error("`{buffer}` has usage {found:?}; {needed:?} is needed")]
     Usage {
@@ -252,7 +256,7 @@ impl Workspace {
     /// Room for plans of up to `bytes` ([`Plan::workspace_bytes`]). The status words start at zero.
     ///
     /// # Errors
-    /// [`BindError::TooLarge`] if the device cannot bind so much at once.
+    /// [`BindError::TooLarge`] if the device cannot bind so much at once; [`BindError::OutOfMemory`].
     pub fn new(device: &wgpu::Device, bytes: u64) -> Result<Self, BindError> {
         let limits = device.limits();
         let found = limits.max_storage_buffer_binding_size.min(limits.max_buffer_size);
@@ -262,9 +266,8 @@ impl Workspace {
         }
         let usage = wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_SRC;
         let label = Some("attention workspace");
-        let buffer =
-            device.create_buffer(&wgpu::BufferDescriptor { label, size: needed, usage, mapped_at_creation: false });
-        Ok(Self { buffer })
+        let descriptor = wgpu::BufferDescriptor { label, size: needed, usage, mapped_at_creation: false };
+        Ok(Self { buffer: buffers::create(device, &descriptor)? })
     }
 
     /// Bytes of the buffer where plans need up to `bytes`: the status words, then partial states. An empty binding is not

@@ -31,6 +31,7 @@ pub mod adapter;
 mod attention;
 mod batch;
 pub mod budget;
+mod buffers;
 mod case;
 mod chains;
 mod geometry;
@@ -49,6 +50,7 @@ mod verify_storage;
 
 pub use attention::{Attention, AttentionConfig, AttentionIo, Bias, BindError, BufferBytes, Call, Extras, Workspace};
 pub use batch::{Batch, BatchBuilder, BatchError, NO_PAGE};
+pub use buffers::OutOfMemory;
 pub use case::{
     AttentionOptions, CASE_BYTES_MAX, CASE_SCORES_MAX, Case, CaseError, CaseExtras, KvSource, SCORE_LOG2_MAX,
     SEQUENCE_BYTES_MAX, SOFTCAP_MAX, SOFTCAP_MIN, SequenceKv,

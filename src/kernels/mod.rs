@@ -220,7 +220,7 @@ pub enum BuildError {
         /// What is wrong.
         message: String,
     },
-    /// The shader or pipeline was refused.
+    /// The shader or pipeline was refused, or there is no memory for it.
     #[error("kernel `{kernel}` was refused: {message}")]
     Pipeline {
         /// The kernel's name.
@@ -495,6 +495,7 @@ pub(crate) async fn pipeline(
     layout: &wgpu::BindGroupLayout,
 ) -> Result<wgpu::ComputePipeline, BuildError> {
     // Scopes are of this thread, so they are popped before anything is awaited.
+    let memory = device.push_error_scope(wgpu::ErrorFilter::OutOfMemory);
     let validation = device.push_error_scope(wgpu::ErrorFilter::Validation);
     let internal = device.push_error_scope(wgpu::ErrorFilter::Internal);
     let module = device.create_shader_module(wgpu::ShaderModuleDescriptor {
@@ -514,8 +515,8 @@ pub(crate) async fn pipeline(
         compilation_options: wgpu::PipelineCompilationOptions::default(),
         cache: None,
     });
-    let (internal, validation) = (internal.pop(), validation.pop());
-    match internal.await.or(validation.await) {
+    let (internal, validation, memory) = (internal.pop(), validation.pop(), memory.pop());
+    match internal.await.or(validation.await).or(memory.await) {
         Some(error) => Err(BuildError::Pipeline { kernel: name, message: error.to_string() }),
         None => Ok(pipeline),
     }

@@ -6,6 +6,7 @@ use bytemuck::{Pod, Zeroable};
 use thiserror::Error;
 
 use super::dtypes::{KvDtype, KvDtypes};
+use crate::buffers::{self, OutOfMemory};
 use crate::geometry::{HeadGeometry, PageSize};
 
 /// Bytes of a vector, the unit of all device offsets.
@@ -35,6 +36,9 @@ pub enum LayoutError {
         /// The device's `max_storage_buffer_binding_size`, or its `max_buffer_size` where that is less.
         found: u64,
     },
+    /// The device has no memory.
+    #[error(transparent)]
+    OutOfMemory(#[from] OutOfMemory),
 }
 
 /// Strides of one kind of row (keys or values) inside the pool in vectors of 16 bytes, or of their scales in words.
@@ -296,7 +300,7 @@ impl KvLayout {
     /// Creates a buffer for the whole pool (`STORAGE | COPY_DST | COPY_SRC`, zeroed by the device).
     ///
     /// # Errors
-    /// [`LayoutError::Binding`] if the device cannot bind so much at once.
+    /// [`LayoutError::Binding`] if the device cannot bind so much at once; [`LayoutError::OutOfMemory`].
     pub fn create_buffer(&self, device: &wgpu::Device) -> Result<wgpu::Buffer, LayoutError> {
         create_buffer(device, self.bytes)
     }
@@ -304,7 +308,7 @@ impl KvLayout {
     /// Creates a buffer for each segment, alike.
     ///
     /// # Errors
-    /// [`LayoutError::Binding`] if the device cannot bind a segment at once.
+    /// [`LayoutError::Binding`] if the device cannot bind a segment at once; [`LayoutError::OutOfMemory`].
     pub fn create_segments(&self, device: &wgpu::Device) -> Result<Vec<wgpu::Buffer>, LayoutError> {
         self.segment_bytes().map(|bytes| create_buffer(device, bytes)).collect()
     }
@@ -326,12 +330,13 @@ fn create_buffer(device: &wgpu::Device, needed: u64) -> Result<wgpu::Buffer, Lay
     if needed > found {
         return Err(LayoutError::Binding { needed, found });
     }
-    Ok(device.create_buffer(&wgpu::BufferDescriptor {
+    let descriptor = wgpu::BufferDescriptor {
         label: Some("kv pages"),
         size: needed.max(VECTOR_BYTES.into()),
         usage: wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_DST | wgpu::BufferUsages::COPY_SRC,
         mapped_at_creation: false,
-    }))
+    };
+    Ok(buffers::create(device, &descriptor)?)
 }
 
 /// Vectors of 16 bytes of a key row and of a value row that is not part of it.

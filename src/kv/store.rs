@@ -12,22 +12,12 @@ use crate::kernels::{BuildError, CopyKernel};
 #[derive(Clone, Debug, PartialEq, Error)]
 #[non_exhaustive]
 pub enum StoreError {
-    /// A segment of a layer's pages does not fit into one binding of the device.
+    /// A segment of a layer's pages does not fit into one binding of the device, or the device has no memory for it.
     #[error(transparent)]
     Layout(#[from] LayoutError),
     /// The kernel that copies pages could not be built.
     #[error(transparent)]
     Build(#[from] BuildError),
-    /// The device has no memory for the pages.
-    #[error("the device has no memory for {needed} bytes of pages in {layers} layers: {message}")]
-    DeviceMemory {
-        /// Bytes of all layers.
-        needed: u128,
-        /// Layers.
-        layers: u32,
-        /// The device's message.
-        message: String,
-    },
     /// The host has no memory for the slots.
     #[error("there is no memory for {needed} bytes of host slots")]
     HostMemory {
@@ -74,8 +64,7 @@ impl KvStore {
     ///
     /// # Errors
     /// [`StoreError::Layout`] if the device cannot bind a segment of the pages at once ([`KvLayout::within`] makes such that it
-    /// can); [`StoreError::DeviceMemory`],
-    /// [`StoreError::HostMemory`]; [`StoreError::Build`].
+    /// can), or has no memory for it; [`StoreError::HostMemory`]; [`StoreError::Build`].
     pub async fn new(
         device: &wgpu::Device,
         layout: &KvLayout,
@@ -97,14 +86,8 @@ impl KvStore {
         let kernel = CopyKernel::new(device, layout.segments(), edits).await?;
         let host = HostSlots::new(layout.page_bytes(), layers, host_slot_count)
             .map_err(|needed| StoreError::HostMemory { needed })?;
-        // Scopes are of this thread, so it is popped before anything is awaited.
-        let scope = device.push_error_scope(wgpu::ErrorFilter::OutOfMemory);
-        let buffers: Result<_, _> = (0..layers).map(|_| layout.create_segments(device)).collect();
-        if let Some(error) = scope.pop().await {
-            let needed = u128::from(layout.bytes()) * u128::from(layers);
-            return Err(StoreError::DeviceMemory { needed, layers, message: error.to_string() });
-        }
-        Ok(Self { id: NEXT_STORE.fetch_add(1, Ordering::Relaxed), layout: *layout, layers: buffers?, host, kernel })
+        let layers: Result<_, _> = (0..layers).map(|_| layout.create_segments(device)).collect();
+        Ok(Self { id: NEXT_STORE.fetch_add(1, Ordering::Relaxed), layout: *layout, layers: layers?, host, kernel })
     }
 
     /// The layout of each layer's pages.

@@ -7,6 +7,7 @@ use thiserror::Error;
 use super::slices::Dispatch;
 use super::{Params, Plan};
 use crate::attention::{Attention, Extras};
+use crate::buffers::{self, OutOfMemory};
 use crate::kernels::{Tiles, fold_grid};
 use crate::kv::KvLayout;
 
@@ -171,7 +172,7 @@ impl DevicePlan {
     /// Until a plan is written, its calls record nothing.
     ///
     /// # Errors
-    /// As [`DevicePlan::upload`].
+    /// [`UploadError`] where the device allows no buffer of that size or has no memory.
     pub fn with_capacity(
         device: &wgpu::Device,
         attention: &Attention,
@@ -277,7 +278,8 @@ impl PlanBuffer {
         }
         let usage = wgpu::BufferUsages::UNIFORM | wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_DST;
         let descriptor = wgpu::BufferDescriptor { label: Some(label), size: bytes, usage, mapped_at_creation };
-        let buffer = device.create_buffer(&descriptor);
+        let buffer = buffers::create(device, &descriptor)
+            .map_err(|OutOfMemory { bytes, message, .. }| UploadError { bytes, message })?;
         Ok(Self { buffer, blocks: blocks.max(1), axis_max: limits.max_compute_workgroups_per_dimension })
     }
 

@@ -9,7 +9,7 @@ mod tune;
 
 use std::collections::HashMap;
 use std::num::NonZeroU32;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use thiserror::Error;
@@ -23,6 +23,7 @@ use self::pipelines::Pipelines;
 use self::timestamps::{Queries, elapsed_ms};
 pub use self::tune::{TUNE_BUDGET, Tuned};
 use crate::attention::{Attention, AttentionConfig, AttentionIo, Bias, BindError, Extras, Workspace, modifiers};
+use crate::buffers::{self, OutOfMemory};
 use crate::case::{Case, CaseError, CaseExtras, KvSource};
 use crate::chains::Chains;
 use crate::geometry::{Dtype, PageSize, padded_dim};
@@ -100,9 +101,15 @@ pub enum RunError {
     /// The kernels reported a failure.
     #[error(transparent)]
     Status(#[from] StatusError),
-    /// The device reported an error, ran out of memory or was lost.
+    /// The device reported an error.
     #[error("the device failed: {0}")]
     Failed(String),
+    /// The device has no memory. The runner stays in use.
+    #[error(transparent)]
+    OutOfMemory(#[from] OutOfMemory),
+    /// The device was lost: it takes no work any more, and a new runner is needed.
+    #[error("the device was lost: {0}")]
+    Lost(String),
 }
 
 /// How a case is laid out and what comes back.
@@ -308,8 +315,8 @@ pub struct Runner {
     preference: Preference,
     choices: HashMap<(KernelShape, NewRows, Modifiers, NonZeroU32), Choice>,
     pace: Pace,
-    /// The first error that no scope caught, or the reason why the device was lost.
-    failure: Arc<Mutex<Option<String>>>,
+    /// The first error that no scope caught, or that the device was lost.
+    failure: Arc<Mutex<Option<RunError>>>,
 }
 
 impl Runner {
@@ -342,17 +349,14 @@ impl Runner {
         let (device, queue) = pollster::block_on(adapter.request_device(&descriptor))
             .map_err(|error| RunError::Device(error.to_string()))?;
         let failure = Arc::new(Mutex::new(None));
-        let note = |failure: &Arc<Mutex<Option<String>>>, message: String| {
-            failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(message);
-        };
         let noted = failure.clone();
-        device.on_uncaptured_error(Arc::new(move |error: wgpu::Error| note(&noted, error.to_string())));
+        device.on_uncaptured_error(Arc::new(move |error: wgpu::Error| {
+            lock(&noted).get_or_insert(RunError::Failed(error.to_string()));
+        }));
         let noted = failure.clone();
         device.set_device_lost_callback(move |reason, message| {
-            // Destroying the device is how it ends in good order.
-            if reason != wgpu::DeviceLostReason::Destroyed {
-                note(&noted, format!("device lost: {message}"));
-            }
+            // Whatever was wrong before, this is final.
+            *lock(&noted) = Some(RunError::Lost(format!("{reason:?}: {message}")));
         });
         let info = adapter.get_info();
         let facts = AdapterFacts::new(&info, &device);
@@ -477,8 +481,17 @@ impl Runner {
 
     /// Whether the device was lost, or has had an error that no scope caught: from then on there are no results.
     fn check_failure(&self) -> Result<(), RunError> {
-        let failure = self.failure.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        failure.map_or(Ok(()), |message| Err(RunError::Failed(message)))
+        lock(&self.failure).clone().map_or(Ok(()), Err)
+    }
+
+    /// What is said of a call that failed with `error`: where the device is lost, all else follows from that.
+    fn explained(&self, error: RunError) -> RunError {
+        // A loss is told when the device is asked.
+        let _ = self.device.poll(wgpu::PollType::Poll);
+        match &*lock(&self.failure) {
+            Some(lost @ RunError::Lost(_)) => lost.clone(),
+            _ => error,
+        }
     }
 
     /// Does `work` with error scopes of its own: what the device finds wrong with it is this call's error, and no
@@ -490,8 +503,8 @@ impl Runner {
         let result = work();
         let (c, b, a) = (c.pop(), b.pop(), a.pop());
         match pollster::block_on(a).or(pollster::block_on(b)).or(pollster::block_on(c)) {
-            Some(error) => Err(RunError::Failed(error.to_string())),
-            None => result,
+            Some(error) => Err(self.explained(RunError::Failed(error.to_string()))),
+            None => result.map_err(|error| self.explained(error)),
         }
     }
 
@@ -646,12 +659,9 @@ impl Runner {
         if bytes > found {
             return Err(RunError::TooLarge { buffer: label, found, needed: bytes });
         }
-        Ok(self.device.create_buffer(&wgpu::BufferDescriptor {
-            label: Some(label),
-            size: bytes.max(16),
-            usage,
-            mapped_at_creation: false,
-        }))
+        let descriptor =
+            wgpu::BufferDescriptor { label: Some(label), size: bytes.max(16), usage, mapped_at_creation: false };
+        Ok(buffers::create(&self.device, &descriptor)?)
     }
 
     fn upload(&self, label: &'static str, bytes: &[u8]) -> Result<wgpu::Buffer, RunError> {
@@ -664,7 +674,7 @@ impl Runner {
     /// Waits for all that was submitted.
     fn wait(&self) -> Result<(), RunError> {
         let waited = self.device.poll(wgpu::PollType::wait_indefinitely());
-        waited.map(|_| ()).map_err(|error| RunError::Failed(error.to_string()))
+        waited.map(|_| ()).map_err(|error| self.explained(RunError::Failed(error.to_string())))
     }
 
     /// Waits for the device and copies a mappable buffer.
@@ -677,12 +687,18 @@ impl Runner {
         self.wait()?;
         match receiver.try_recv() {
             Ok(Ok(())) => {}
-            Ok(Err(error)) => return Err(RunError::Failed(error.to_string())),
-            Err(_) => return Err(RunError::Failed("the device did not answer a read-back".into())),
+            Ok(Err(error)) => return Err(self.explained(RunError::Failed(error.to_string()))),
+            Err(_) => return Err(self.explained(RunError::Failed("the device did not answer a read-back".into()))),
         }
-        let mapped = buffer.slice(..).get_mapped_range().map_err(|error| RunError::Failed(error.to_string()))?;
+        let mapped = buffer.slice(..).get_mapped_range();
+        let mapped = mapped.map_err(|error| self.explained(RunError::Failed(error.to_string())))?;
         Ok(mapped.to_vec())
     }
+}
+
+/// What a failure leaves behind is whole: it is written at once.
+fn lock(failure: &Mutex<Option<RunError>>) -> MutexGuard<'_, Option<RunError>> {
+    failure.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 struct Submitted {

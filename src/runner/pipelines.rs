@@ -112,6 +112,8 @@ impl Runner {
         };
         let first: Vec<KernelId> = fresh.iter().map(|(kernel, _)| *kernel).collect();
         let dispatched = self.scoped(|| self.dispatch_first(&kernels, &first))?;
+        // A lost device makes pipelines that are none, and says nothing.
+        self.check_failure()?;
         for ((kernel, wgsl), ms) in fresh.into_iter().zip(dispatched) {
             *compile.of(kernel) += ms;
             if let Some(wgsl) = wgsl {

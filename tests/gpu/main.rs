@@ -11,6 +11,7 @@ mod bound;
 mod common;
 mod exact_bits;
 mod extreme;
+mod failures;
 mod faults;
 mod options;
 mod random;

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use paged_attention::kernels::KernelId;
+use paged_attention::kernels::{KernelId, Kernels, SourceEdit};
 use paged_attention::{BindError, Case, Dtype, Output, RunError, RunOptions, Workspace, wgpu};
 use paged_attention_cases::{CaseSpec, Heads, Modifiers, Pool, build, options, shared};
 
@@ -160,6 +160,42 @@ fn a_long_call_is_spread_over_submits() {
     assert_eq!(submits[4], 1);
 }
 
+/// Kernels that take a slice for the beginning, or a whole kernel's workgroups for those of a slice.
+#[test]
+fn fault_14_slices_that_are_mixed_up() {
+    let Some(gpu) = gpu() else { return };
+    let (dtype, heads) = CONFIGS[1];
+    let spec = CaseSpec::new("slices/14", heads, LENGTHS).dtype(dtype).causal(true).paged(Pool::new(16)).seed(77);
+    let case = build(&spec).unwrap();
+    let run = run_options(&spec);
+    let variants = gpu.variants(|base| run.kernels(&case, base), case.geometry()).unwrap();
+    let run = RunOptions { variants: Some(variants), submit_work_max: Some(1 << 20), ..run };
+    let expected = gpu.run(&case, &run).unwrap();
+    assert!(expected.submits > 6);
+    let from = "let place = params.first_group + group;";
+    for kernel in [KernelId::Prefill, KernelId::Decode, KernelId::Merge] {
+        let edits = [
+            (1 << 20, SourceEdit { kernel, from, to: "let place = group;" }),
+            // The merges of this batch fit into one slice of that size.
+            (1 << 10, SourceEdit { kernel, from, to: "let place = 2u * params.first_group + group;" }),
+        ];
+        for (work_max, edit) in edits.into_iter().skip(usize::from(kernel == KernelId::Merge)) {
+            let mut runner = gpu.fresh_runner();
+            let run = RunOptions { submit_work_max: Some(work_max), ..run.clone() };
+            assert_eq!(difference(&runner.run(&case, &run).unwrap(), &expected), None);
+            let config = run.kernels(&case, variants);
+            let mutant = pollster::block_on(Kernels::with_edits(runner.device(), &config, &[edit])).unwrap();
+            runner.insert_kernels(mutant);
+            let noticed = match runner.run(&case, &run) {
+                Ok(output) => difference(&output, &expected).is_some() && judge(&case, &output).is_err(),
+                Err(RunError::Status(_)) => true,
+                Err(error) => panic!("{error}"),
+            };
+            assert!(noticed, "{kernel:?}, {work_max}");
+        }
+    }
+}
+
 /// No work item is longer than a split, on a GPU either: prompts over more keys than that are merged.
 #[test]
 fn prompts_over_long_contexts_are_split() {
@@ -223,7 +259,7 @@ fn partial_states_larger_than_a_binding() {
     Workspace::new(&host.device, expected.workspace_bytes - 16).unwrap();
     let mut limited = gpu.limited_runner(host.device.limits());
     assert_eq!(limited.run(&case, &run), Err(RunError::Bind(error)));
-    let small = CaseSpec::new("slices/scratch-small", heads, [(1, 300)]).paged(Pool::new(16)).seed(76);
+    let small = CaseSpec::new("slices/scratch-small", heads, [(1, 40)]).paged(Pool::new(16)).seed(76);
     let small_case = build(&small).unwrap();
     let run = RunOptions { variants: Some(variants), ..run_options(&small) };
     judge(&small_case, &limited.run(&small_case, &run).unwrap()).unwrap();

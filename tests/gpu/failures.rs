@@ -1,0 +1,111 @@
+//! A device that is lost, commands that never reach it or only in part: typed errors, nothing half done, and what can go
+//! on goes on.
+
+use paged_attention::{DevicePlan, Dtype, RunError, RunOptions, Status, StatusError, Workspace, wgpu};
+use paged_attention_cases::{CaseSpec, Heads, Pool, build};
+
+use crate::api::{Layer, batch, host};
+use crate::common::{CONFIGS, bits, difference, gpu, run_options};
+
+const LENGTHS: [(u32, u32); 3] = [(40, 90), (1, 600), (3, 20)];
+
+fn spec() -> CaseSpec {
+    let (dtype, heads) = CONFIGS[1];
+    CaseSpec::new("failures", heads, LENGTHS).dtype(dtype).causal(true).paged(Pool::new(16)).seed(81)
+}
+
+#[test]
+fn a_lost_device_is_said_to_be_lost() {
+    let Some(gpu) = gpu() else { return };
+    let (case, expected) = gpu.run_spec(&spec()).unwrap();
+    let run = run_options(&spec());
+    let variants = gpu.variants(|base| run.kernels(&case, base), case.geometry()).unwrap();
+    let run = RunOptions { variants: Some(variants), ..run };
+    let mut runner = gpu.fresh_runner();
+    assert_eq!(difference(&runner.run(&case, &run).unwrap(), &expected), None);
+    runner.device().destroy();
+    let lost = |result: Result<(), RunError>| {
+        assert!(matches!(result, Err(RunError::Lost(_))), "{result:?}");
+    };
+    // With pipelines that were made before, again, in many submits, and with others that are yet to be made.
+    lost(runner.run(&case, &run).map(|_| ()));
+    lost(runner.run(&case, &run).map(|_| ()));
+    lost(runner.run(&case, &RunOptions { submit_work_max: Some(1), ..run.clone() }).map(|_| ()));
+    let other = CaseSpec::new("failures/other", Heads::new(1, 1, 8), [(3, 9)]).paged(Pool::new(4));
+    lost(runner.run(&build(&other).unwrap(), &run_options(&other)).map(|_| ()));
+    // Another runner on the same adapter goes on.
+    assert_eq!(difference(&gpu.fresh_runner().run(&case, &run).unwrap(), &expected), None);
+}
+
+/// The device goes while a call is bound and its plan is on the way: errors, or nothing, but no panic and no result.
+#[test]
+fn an_application_whose_device_goes() {
+    let (Some(gpu), Some(shared)) = (gpu(), host()) else { return };
+    let host = crate::api::Host::open(gpu, shared.device.limits());
+    let case = build(&spec()).unwrap();
+    let layer = Layer::new(&host, &case, Dtype::F32);
+    let attention = host.attention(&layer.config);
+    let plan = attention.plan(&batch(&case)).unwrap();
+    let workspace = Workspace::new(&host.device, plan.workspace_bytes()).unwrap();
+    let device_plan = DevicePlan::with_capacity(&host.device, &attention, &plan.capacity()).unwrap();
+    let call = attention.bind(&host.device, &device_plan, layer.io(), &workspace).unwrap();
+    let mut belt = wgpu::util::StagingBelt::new(host.device.clone(), 1 << 16);
+    let mut encoder = host.encoder();
+    device_plan.write(&mut belt, &mut encoder, &plan).unwrap();
+    let readback = host.device.create_buffer(&wgpu::BufferDescriptor {
+        label: None,
+        size: 16,
+        usage: wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST,
+        mapped_at_creation: false,
+    });
+    host.device.destroy();
+    attention.encode(&mut encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default()), &call);
+    belt.finish();
+    host.queue.submit([encoder.finish()]);
+    belt.recall();
+    // wgpu takes commands for a lost device and drops them: what tells is the loss callback, and the map that fails.
+    let mut encoder = host.encoder();
+    let again = device_plan.write(&mut belt, &mut encoder, &plan);
+    let upload = DevicePlan::upload(&host.device, &plan).map(|_| ());
+    assert!(upload.is_err() && again.is_ok(), "{upload:?}, {again:?}");
+    attention.encode(&mut encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default()), &call);
+    belt.finish();
+    host.queue.submit([encoder.finish()]);
+    belt.recall();
+    let (sender, receiver) = std::sync::mpsc::channel();
+    readback.map_async(wgpu::MapMode::Read, .., move |mapped| sender.send(mapped.is_ok()).unwrap());
+    let _ = host.device.poll(wgpu::PollType::wait_indefinitely());
+    assert_eq!(receiver.try_recv(), Ok(false));
+}
+
+/// Command buffers that are dropped, or of which only some are submitted, leave a count that is short; the same call
+/// submitted again is whole.
+#[test]
+fn commands_that_were_not_submitted() {
+    let (Some(gpu), Some(host)) = (gpu(), host()) else { return };
+    let (case, expected) = gpu.run_spec(&spec()).unwrap();
+    let layer = Layer::new(host, &case, Dtype::F32);
+    let attention = host.attention(&layer.config);
+    let mut plan = attention.plan(&batch(&case)).unwrap();
+    plan.cut(|_| 1);
+    let workspace = Workspace::new(&host.device, plan.workspace_bytes()).unwrap();
+    let device_plan = DevicePlan::upload(&host.device, &plan).unwrap();
+    let call = attention.bind(&host.device, &device_plan, layer.io(), &workspace).unwrap();
+    let needed = call.workgroups();
+    {
+        let mut encoder = host.encoder();
+        attention.encode(&mut encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default()), &call);
+    }
+    assert_eq!(host.status(&workspace).check(needed), Err(StatusError::Incomplete { found: 0, needed }));
+    assert!(layer.is_untouched(host));
+    let some = call.slices() / 2;
+    host.submit(|pass| attention.encode_slices(pass, &call, 0..some));
+    let found = some as u32;
+    assert_eq!(host.status(&workspace), Status { completed: found, errors: 0 });
+    assert_eq!(host.status(&workspace).check(needed), Err(StatusError::Incomplete { found, needed }));
+    // From the beginning again; the count goes on from where it was.
+    host.submit(|pass| attention.encode(pass, &call));
+    host.status(&workspace).check(found + needed).unwrap();
+    let [out, lse] = layer.results(host);
+    assert_eq!(bits("out", &out, &expected.out).or(bits("lse", &lse, &expected.lse)), None);
+}
