@@ -423,6 +423,92 @@ fn appends_that_cannot_be_bound() {
     );
 }
 
+/// 22 pages in segments of 9, 9 and 4: each has a binding of its own, with its own size.
+#[test]
+fn pools_in_segments() {
+    let app = App::new(wgpu::Limits::default());
+    let page_bytes = NEEDED[1] / u64::from(PAGE_COUNT);
+    let config = *app.attention.config();
+    let limits = wgpu::Limits { max_storage_buffer_binding_size: 10 * page_bytes - 1, ..wgpu::Limits::default() };
+    let segmented = AttentionConfig { layout: config.layout.within(&limits).unwrap(), ..config };
+    let bytes = [9, 9, 4].map(|pages| pages * page_bytes);
+    assert_eq!(segmented.layout.segment_bytes().collect::<Vec<u64>>(), bytes);
+
+    // Kernels, plans and calls are for one number of segments.
+    let variants = app.attention.kernels().config().variants;
+    let needed = Box::new(segmented.kernels(variants));
+    let found = Box::new(*app.attention.kernels().config());
+    assert_eq!(
+        Attention::with_kernels(app.attention.kernels().clone(), &segmented).map(|_| ()),
+        Err(BuildError::OtherConfig { found, needed })
+    );
+    let attention = pollster::block_on(Attention::with_variants(&app.device, &segmented, variants)).unwrap();
+    let bind = |plan: &DevicePlan, kv: Vec<wgpu::BufferBinding<'_>>| {
+        let io = AttentionIo { kv, ..app.io() };
+        attention.bind(&app.device, plan, io, &app.workspace).map(|_| ())
+    };
+    let whole = app.buffers[1].as_entire_buffer_binding();
+    assert_eq!(bind(&app.device_plan, vec![whole.clone()]), Err(BindError::OtherLayout));
+    let plan = with_mixed_batch(|batch| attention.plan(batch)).unwrap();
+    let plan = DevicePlan::upload(&app.device, &plan).unwrap();
+    for given in [0, 1, 2, 4] {
+        let error = Err(BindError::Segments { found: given, needed: 3 });
+        assert_eq!(bind(&plan, vec![whole.clone(); given]), error);
+    }
+    let buffers = segmented.layout.create_segments(&app.device).unwrap();
+    assert_eq!(buffers.iter().map(wgpu::Buffer::size).collect::<Vec<u64>>(), bytes);
+    let segments = || buffers.iter().map(wgpu::Buffer::as_entire_buffer_binding).collect::<Vec<_>>();
+    assert_eq!(bind(&plan, segments()), Ok(()));
+    let mut short = segments();
+    short.swap(1, 2);
+    assert_eq!(bind(&plan, short), too_small("kv", bytes[2], bytes[1]));
+    let small = device(wgpu::Limits { max_buffer_size: bytes[0] - 4, ..wgpu::Limits::default() }).0;
+    let error = LayoutError::Binding { needed: bytes[0], found: bytes[0] - 4 };
+    assert_eq!(segmented.layout.create_segments(&small).map(|_| ()), Err(error));
+
+    // Appends as well, which write to the segments.
+    let append = with_mixed_batch(|batch| AppendPlan::new(&segmented.layout, batch)).unwrap();
+    let append = Append::upload(&app.device, &append).unwrap();
+    let rows = storage(&app.device, 41 * 2 * 3 * 16);
+    let bind = |kernels: &Kernels, kv: Vec<wgpu::BufferBinding<'_>>| {
+        let rows = rows.as_entire_buffer_binding();
+        let source = AppendSource { k: rows.clone(), v: rows, kv, head_scales: None };
+        append.bind(&app.device, kernels, source, &app.workspace).map(|_| ())
+    };
+    assert_eq!(bind(attention.kernels(), segments()), Ok(()));
+    assert_eq!(bind(app.attention.kernels(), segments()), Err(BindError::OtherLayout));
+    let error = Err(BindError::Segments { found: 1, needed: 3 });
+    assert_eq!(bind(attention.kernels(), vec![whole]), error);
+    let twice = vec![segments()[0].clone(), segments()[0].clone(), segments()[2].clone()];
+    assert_eq!(bind(attention.kernels(), twice), Err(BindError::Overlap { written: "kv", other: "kv" }));
+}
+
+#[test]
+fn more_segments_than_bindings() {
+    let geometry = HeadGeometry::new(4, 2, 20).unwrap();
+    let plain = kernels_of(geometry, (Dtype::F16, Dtype::F16, Dtype::F32), base(&geometry));
+    let heads = Modifiers { alibi: true, ..Modifiers::NONE };
+    let all = Modifiers { bias: Some(Dtype::F32), ..heads };
+    for (modifiers, fit) in [(Modifiers::NONE, 3), (heads, 2), (all, 1)] {
+        let build = |segments: u32, storage_buffers: u32| {
+            let limits =
+                wgpu::Limits { max_storage_buffers_per_shader_stage: storage_buffers, ..wgpu::Limits::default() };
+            let config = KernelConfig { modifiers, segments: NonZeroU32::new(segments).unwrap(), ..plain };
+            pollster::block_on(Kernels::new(&device(limits).0, &config)).map(|_| ())
+        };
+        assert_eq!(build(fit, 8), Ok(()));
+        for segments in [fit + 1, 40, u32::MAX] {
+            let (found, needed) = (8, segments.saturating_add(8 - fit));
+            let error = BuildError::Segments { kernel: "prefill", segments, fit, found, needed };
+            assert_eq!(build(segments, 8), Err(error));
+        }
+        // Where not even one segment has a binding, fewer would not help.
+        let (kernel, limit, found) = ("prefill", "max_storage_buffers_per_shader_stage", 8 - fit);
+        let error = BuildError::Limit { kernel, limit, found: found.into(), needed: u64::from(found) + 2 };
+        assert_eq!(build(2, found), Err(error));
+    }
+}
+
 #[test]
 fn kernels_that_cannot_be_built() {
     let geometry = HeadGeometry::new(4, 2, 20).unwrap();

@@ -2,13 +2,13 @@
 
 use super::*;
 
-/// Three segments of pages at random places, all of them in use.
+/// Three segments of pages at random places, all of them in use; the last segment is shorter.
 fn noticed_in_segments(gpu: &Gpu, fault: &str, spec: &CaseSpec, edits: &[SourceEdit]) {
     let spec = spec.clone().contiguous(Pool::new(4).times(1));
     let case = build(&spec).unwrap();
     let three = |options: RunOptions| {
         let pages = options.page_ids.as_ref().unwrap().iter().max().unwrap() + 1;
-        RunOptions { segment_pages: NonZeroU32::new(pages.div_ceil(3)), ..options }
+        RunOptions { segment_pages: NonZeroU32::new(pages / 3 + 1), ..options }
     };
     noticed_with(gpu, fault, (&spec, &case), three, |_| edits.to_vec(), judged);
 }
