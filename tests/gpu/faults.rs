@@ -545,8 +545,8 @@ fn fault_18_rows_of_one_sequence_written_over_another() {
     // An odd number of splits whose last is left out.
     let edits = [edit(
         KernelId::Merge,
-        "split < seq.first_split + seq.splits",
-        "split < seq.first_split + seq.splits / 2u * 2u",
+        "split < source.splits; split++",
+        "split < source.splits / 2u * 2u; split++",
     )];
     noticed(gpu, "18 tail", &decode("18"), &edits);
 }
@@ -567,7 +567,7 @@ fn fault_20_once_per_split_instead_of_once() {
     for spec in [decode("20 sinks"), CaseSpec::new("20 sinks", HEADS, [(1, 700)])] {
         let case = build(&spec).unwrap().with_extras(extras.clone()).unwrap();
         let folded = "state = RowState(m, fma(state.l, kept, part.l * added));";
-        let sink = "heads[query_row(seq, item.kv_head, row) % (params.kv_heads * GROUP)].y";
+        let sink = "heads[query_row(source, kv_head, row) % (params.kv_heads * GROUP)].y";
         let per_split = format!("state = RowState(m, fma(state.l, kept, part.l * added) + exp2({sink} * LOG2_E - m));");
         let edits = |_: &KernelConfig| vec![edit_text(KernelId::Merge, folded.into(), per_split.clone())];
         noticed_case(gpu, "20 sinks", &spec, &case, edits, judged);
@@ -658,8 +658,8 @@ fn a_loop_that_the_driver_ends_early_is_reported() {
         (
             KernelId::Merge,
             decode("cut"),
-            "split < seq.first_split + seq.splits; split++) {",
-            "split < seq.first_split + seq.splits; split++) { if split > 0u { break; }",
+            "split < source.splits; split++) {",
+            "split < source.splits; split++) { if split > 0u { break; }",
         ),
     ] {
         refused_in(
