@@ -629,7 +629,7 @@ fn fault_22_a_launch_that_is_dropped() {
     let RunError::Build(BuildError::Segments { segments: 4.., fit: 3, found: 8, needed: 9.., .. }) = error else {
         panic!("{error}")
     };
-    let error = run(64, 8192);
+    let error = run(100, 8192);
     assert!(matches!(error, RunError::Layout(LayoutError::Binding { found: 8192, needed: 8193.. })), "{error}");
 }
 
