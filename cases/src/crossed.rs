@@ -1,16 +1,21 @@
-//! Options crossed with each other, shapes, storage types and page sizes, at random.
+//! Options crossed with each other, shapes, storage types, page sizes and shared prefixes, at random.
+
+use std::ops::Range;
 
 use paged_attention::Dtype::{self, Bf16, F16, F32};
+use paged_attention::{Case, KvDtype, KvDtypes, RowOrder, SharedPrefix};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
+use crate::layout::build;
 use crate::modifiers::{Alibi, Bias, BiasValues, Mask, Modifiers, Sinks};
-use crate::spec::{CaseSpec, Heads, PageOrder, Poison, Pool, Values};
+use crate::shared::share_pages;
+use crate::spec::{CaseSpec, Heads, PageOrder, Poison, Pool, SpecError, Values};
 
 /// Which options a case has, as far as kernels may be compiled for them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct OptionSet {
-    /// A sliding window.
+    /// A window that ends on the left.
     pub window: bool,
     /// A soft cap.
     pub softcap: bool,
@@ -20,8 +25,10 @@ pub struct OptionSet {
     pub sinks: bool,
     /// A mask.
     pub mask: bool,
-    /// A bias.
-    pub bias: bool,
+    /// A bias of that type.
+    pub bias: Option<Dtype>,
+    /// Prefixes that sequences share.
+    pub shared: bool,
 }
 
 /// What kernels are compiled for.
@@ -33,45 +40,83 @@ pub struct KernelSpec {
     pub q: Dtype,
     /// Type of keys and values.
     pub kv: Dtype,
+    /// Types in which pages hold them.
+    pub stored: KvDtypes,
     /// Type of the output.
     pub out: Dtype,
     /// Options.
     pub options: OptionSet,
 }
 
-/// Few enough to be compiled, and any first `n` of them as different as may be: every two options are together in one of
-/// the first four and apart in another.
+/// A case drawn at random, and how it is to be run.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Crossed {
+    /// The case, before its prefixes are shared.
+    pub spec: CaseSpec,
+    /// What its sequences share: at least one prefix where its kernel has them on, else none.
+    pub prefixes: Vec<SharedPrefix>,
+    /// Types in which pages hold keys and values.
+    pub stored: KvDtypes,
+    /// Order of slot and head inside a page.
+    pub order: RowOrder,
+}
+
+impl Crossed {
+    /// # Errors
+    /// [`SpecError`].
+    pub fn build(&self) -> Result<Case, SpecError> {
+        let case = build(&self.spec)?;
+        if self.prefixes.is_empty() { Ok(case) } else { share_pages(&case, &self.prefixes) }
+    }
+}
+
+/// Few enough to be compiled. Every third of them, from the first, second or third one on, has each option on somewhere and off
+/// somewhere: tests run those in one variant of the kernels.
 pub fn crossed_kernels() -> Vec<KernelSpec> {
-    let set = |letters: &str| OptionSet {
+    let (int8, fp8) = (KvDtype::Int8, KvDtype::Fp8);
+    let of = |k: KvDtype, v: KvDtype| KvDtypes { k, v };
+    let set = |letters: &str, bias| OptionSet {
         window: letters.contains('w'),
         softcap: letters.contains('c'),
         alibi: letters.contains('a'),
         sinks: letters.contains('s'),
         mask: letters.contains('m'),
-        bias: letters.contains('b'),
+        bias,
+        shared: letters.contains('p'),
     };
-    let kernel = |heads, q, kv, out, letters| KernelSpec { heads, q, kv, out, options: set(letters) };
+    let kernel = |heads, (q, kv, out): (Dtype, Dtype, Dtype), stored: Option<KvDtypes>, letters, bias| KernelSpec {
+        heads,
+        q,
+        kv,
+        stored: stored.unwrap_or(kv.into()),
+        out,
+        options: set(letters, bias),
+    };
+    let all_f32 = (F32, F32, F32);
     vec![
-        kernel(Heads::new(4, 2, 64), F16, F16, F32, "wcasmb"),
-        kernel(Heads::new(2, 2, 64), F32, F32, F32, "wcs"),
-        kernel(Heads::new(4, 1, 64), Bf16, Bf16, F32, "amb"),
-        kernel(Heads::new(6, 2, 64), F16, F32, F16, "wab"),
-        kernel(Heads::new(2, 1, 59), F32, F16, F32, "csm"),
-        kernel(Heads::new(2, 1, 128).with_v(64), F32, F32, F32, "wsm"),
-        kernel(Heads::new(8, 1, 64), F16, F16, F32, "cb"),
-        kernel(Heads::new(2, 2, 64), F32, F32, F32, "m"),
-        kernel(Heads::new(2, 1, 3), F32, F32, F32, "wcasmb"),
-        kernel(Heads::new(4, 2, 64), F16, F16, F32, "wa"),
+        kernel(Heads::new(4, 2, 16), (F16, F16, F32), None, "wcasmp", Some(F16)),
+        kernel(Heads::new(2, 2, 24), all_f32, Some(of(int8, int8)), "csp", None),
+        kernel(Heads::new(4, 1, 40), (Bf16, Bf16, F32), None, "a", Some(F32)),
+        kernel(Heads::new(6, 2, 8), (F16, F32, F16), None, "wa", Some(F32)),
+        kernel(Heads::new(2, 1, 21), (F32, F16, F32), Some(of(fp8, fp8)), "wcsm", None),
+        kernel(Heads::new(2, 1, 32).with_v(16), all_f32, None, "wsmp", None),
+        kernel(Heads::new(8, 1, 16), (F16, F16, F32), Some(of(int8, KvDtype::F16)), "c", Some(F32)),
+        kernel(Heads::new(2, 2, 64), all_f32, None, "am", Some(F16)),
+        kernel(Heads::new(2, 1, 3), all_f32, None, "wcasm", Some(F32)),
+        kernel(Heads::new(4, 2, 16), (F16, Bf16, F32), Some(of(fp8, int8)), "wap", None),
     ]
 }
 
 /// A random case for `kernel`; the same seed gives the same one.
-pub fn crossed(kernel: &KernelSpec, seed: u64) -> CaseSpec {
+pub fn crossed(kernel: &KernelSpec, seed: u64) -> Crossed {
     let rng = &mut StdRng::seed_from_u64(seed);
-    let KernelSpec { heads, q, kv, out, options } = *kernel;
-    let lengths: Vec<(u32, u32)> = (0..rng.random_range(1..5)).map(|_| lengths(rng)).collect();
+    let KernelSpec { heads, q, kv, stored, out, options } = *kernel;
+    let mut lengths: Vec<(u32, u32)> = (0..rng.random_range(1..5)).map(|_| lengths(rng)).collect();
+    if let Some((_, kv_len)) = lengths.first_mut().filter(|_| options.shared) {
+        *kv_len = (*kv_len).max(1);
+    }
     let keys_max = lengths.iter().map(|(_, kv_len)| *kv_len).max().unwrap_or(0);
-    let spec = CaseSpec::new(format!("crossed/{seed}"), heads, lengths)
+    let mut spec = CaseSpec::new(format!("crossed/{seed}"), heads, lengths.iter().copied())
         .dtypes(q, kv)
         .out(out)
         .causal(rng.random())
@@ -79,7 +124,53 @@ pub fn crossed(kernel: &KernelSpec, seed: u64) -> CaseSpec {
         .values(values(rng))
         .seed(seed);
     let pool = pool(rng);
-    if rng.random_range(0..3) == 0 { spec.contiguous(pool) } else { spec.paged(pool) }
+    let order = pick(rng, &[RowOrder::HeadSlot, RowOrder::SlotHead]);
+    let mut prefixes = Vec::new();
+    if options.shared {
+        // The same keys, so that queries suit them; and a table with all pages, of which the first is shared.
+        spec.seqs.iter_mut().for_each(|seq| seq.kv_stream = 0);
+        spec = spec.paged(Pool { withhold: false, ..pool });
+        let kv_len: Vec<u32> = lengths.iter().map(|(_, kv_len)| *kv_len).collect();
+        share(rng, 0..kv_len.len(), 0, (&kv_len, pool.page_size), &mut prefixes);
+        if prefixes.is_empty() {
+            prefixes.extend(kv_len.first().map(|tokens| SharedPrefix { seqs: 0..1, tokens: *tokens }));
+        }
+    } else {
+        spec = if rng.random_range(0..3) == 0 { spec.contiguous(pool) } else { spec.paged(pool) };
+    }
+    Crossed { spec, prefixes, stored, order }
+}
+
+/// Prefixes of more than `tokens` tokens inside `seqs`, outer ones first. Where a prefix ends inside a page, its first sequence
+/// has as much of that page as any other.
+fn share(
+    rng: &mut StdRng,
+    seqs: Range<usize>,
+    tokens: u32,
+    (kv_len, page_size): (&[u32], u32),
+    prefixes: &mut Vec<SharedPrefix>,
+) {
+    let mut start = seqs.start;
+    while start < seqs.end {
+        let end = rng.random_range(start + 1..=seqs.end);
+        let members = kv_len.get(start..end).unwrap_or_default();
+        let shortest = members.iter().copied().min().unwrap_or(0);
+        if shortest > tokens && rng.random_range(0..4) > 0 {
+            let drawn = rng.random_range(tokens + 1..=shortest);
+            let page_end = drawn.next_multiple_of(page_size);
+            let have = |kv_len: &u32| page_end.min(*kv_len);
+            let longer = if members.iter().map(have).max() == members.first().map(have) {
+                drawn
+            } else {
+                drawn / page_size * page_size
+            };
+            if longer > tokens {
+                prefixes.push(SharedPrefix { seqs: start..end, tokens: longer });
+                share(rng, start..end, longer, (kv_len, page_size), prefixes);
+            }
+        }
+        start = end;
+    }
 }
 
 /// `(q_len, kv_len)`: small numbers often, so that edges are met; large ones sometimes.
@@ -125,12 +216,11 @@ fn values(rng: &mut StdRng) -> Values {
 }
 
 fn modifiers(rng: &mut StdRng, options: OptionSet, keys: u32) -> Modifiers {
-    let OptionSet { window, softcap, alibi, sinks, mask, bias } = options;
-    // One side at least: without any there would be no window.
-    let (left, right) = if window { pick(rng, &[(true, false), (false, true), (true, true)]) } else { (false, false) };
+    let OptionSet { window, softcap, alibi, sinks, mask, bias, shared: _ } = options;
     Modifiers {
-        window_left: left.then(|| side(rng, keys)),
-        window_right: right.then(|| side(rng, keys)),
+        window_left: window.then(|| side(rng, keys)),
+        // On the right it is no matter of compiling.
+        window_right: (rng.random_range(0..3) == 0).then(|| side(rng, keys)),
         softcap: softcap.then(|| match rng.random_range(0..4) {
             0 => pick(rng, &[1.0, 30.0, 50.0]),
             1 => 10_f64.powf(rng.random_range(-3.0..6.0)),
@@ -151,9 +241,9 @@ fn modifiers(rng: &mut StdRng, options: OptionSet, keys: u32) -> Modifiers {
             6 => Mask::Everything,
             _ => Mask::Tree,
         }),
-        bias: bias.then(|| Bias {
+        bias: bias.map(|dtype| Bias {
             per_head: rng.random(),
-            dtype: pick(rng, &[F32, F16]),
+            dtype,
             values: match rng.random_range(0..5) {
                 0 => BiasValues::Relative,
                 1 => BiasValues::Hiding(rng.random_range(0..=100)),

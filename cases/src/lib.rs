@@ -25,7 +25,7 @@ mod spec;
 mod table;
 mod values;
 
-pub use crossed::{KernelSpec, OptionSet, crossed, crossed_kernels};
+pub use crossed::{Crossed, KernelSpec, OptionSet, crossed, crossed_kernels};
 pub use file::{FileError, write_case};
 pub use layout::{append_page_ids, assemble, build};
 pub use modifiers::{Alibi, Bias, BiasValues, Mask, Modifiers, Sinks};

@@ -6,9 +6,9 @@ use std::collections::HashSet;
 
 use paged_attention::{Case, Dtype, KvSource, NO_PAGE, Tensor};
 use paged_attention_cases::{
-    Alibi, Bias, BiasValues, CaseSpec, Heads, Mask, Modifiers, PageOrder, Poison, Pool, Seq, Sinks, SpecError, Values,
-    append_page_ids, assemble, build, crossed, crossed_kernels, full, generate, loud_key, options, options_full, quick,
-    write_case,
+    Alibi, Bias, BiasValues, CaseSpec, Heads, Mask, Modifiers, OptionSet, PageOrder, Poison, Pool, Seq, Sinks,
+    SpecError, Values, append_page_ids, assemble, build, crossed, crossed_kernels, full, generate, loud_key, options,
+    options_full, quick, write_case,
 };
 
 /// Keys and values of each sequence, wherever they lie.
@@ -228,32 +228,36 @@ fn crossed_cases_meet_every_pair_of_options() {
     for (index, kernel) in kernels.iter().enumerate() {
         assert!(!kernels[..index].contains(kernel), "{kernel:?} twice");
     }
-    let flags = |m: &Modifiers| {
-        let window = m.window_left.is_some() || m.window_right.is_some();
-        [window, m.softcap.is_some(), m.alibi.is_some(), m.sinks.is_some(), m.mask.is_some(), m.bias.is_some()]
-    };
-    let mut seen = HashSet::new();
+    let flags =
+        |set: &OptionSet| [set.window, set.softcap, set.alibi, set.sinks, set.mask, set.bias.is_some(), set.shared];
     for (seed, kernel) in (0..300).zip(kernels.iter().cycle()) {
-        let spec = crossed(kernel, seed);
-        if let Err(error) = build(&spec) {
-            panic!("{spec}: {error}");
+        let drawn = crossed(kernel, seed);
+        let m = drawn.spec.modifiers;
+        if let Err(error) = drawn.build() {
+            panic!("{drawn:?}: {error}");
         }
-        assert_eq!(spec, crossed(kernel, seed));
-        let (set, has) = (kernel.options, flags(&spec.modifiers));
-        assert_eq!(has, [set.window, set.softcap, set.alibi, set.sinks, set.mask, set.bias], "{spec}");
-        for (a, b) in (0..6).flat_map(|a| (0..6).map(move |b| (a, b))).filter(|(a, b)| a != b) {
-            seen.insert((a, b, has[a], has[b]));
-        }
-    }
-    assert_eq!(seen.len(), 6 * 5 * 4, "pairs of options, each on and off");
-    let first_four: HashSet<_> = kernels[..4].iter().map(|kernel| kernel.options).collect();
-    for (a, b) in (0..6).flat_map(|a| (0..a).map(move |b| (a, b))) {
-        let both = |set: &paged_attention_cases::OptionSet| {
-            let set = [set.window, set.softcap, set.alibi, set.sinks, set.mask, set.bias];
-            (set[a], set[b])
+        assert_eq!(drawn, crossed(kernel, seed));
+        let has = OptionSet {
+            window: m.window_left.is_some(),
+            softcap: m.softcap.is_some(),
+            alibi: m.alibi.is_some(),
+            sinks: m.sinks.is_some(),
+            mask: m.mask.is_some(),
+            bias: m.bias.map(|bias| bias.dtype),
+            shared: !drawn.prefixes.is_empty(),
         };
-        assert!(first_four.iter().any(|set| both(set) == (true, true)), "{a} and {b} are never together");
-        assert!(first_four.iter().any(|set| both(set) != (true, true)), "{a} and {b} are always together");
+        assert_eq!(has, kernel.options, "{drawn:?}");
+    }
+    for (a, b) in (0..7).flat_map(|a| (0..a).map(move |b| (a, b))) {
+        let seen: HashSet<_> =
+            kernels.iter().map(|kernel| (flags(&kernel.options)[a], flags(&kernel.options)[b])).collect();
+        assert_eq!(seen.len(), 4, "options {a} and {b}, each on and off: {seen:?}");
+    }
+    for first in 0..3 {
+        for option in 0..7 {
+            let turns = kernels.iter().skip(first).step_by(3).map(|kernel| flags(&kernel.options)[option]);
+            assert_eq!(turns.collect::<HashSet<_>>().len(), 2, "option {option} in every third kernel from {first} on");
+        }
     }
 }
 

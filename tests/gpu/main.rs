@@ -9,6 +9,7 @@ mod api;
 mod attention;
 mod bound;
 mod common;
+mod crossed;
 mod exact_bits;
 mod extreme;
 mod failures;

@@ -235,10 +235,10 @@ fn each_head_has_its_own_slope_sink_and_bias() {
 /// Cases that are quickly done.
 fn drawn(seeds: Range<u64>) -> impl Iterator<Item = (CaseSpec, Case)> {
     let kernels = crossed_kernels();
-    let specs = seeds.map(move |seed| crossed(&kernels[seed as usize % kernels.len()], seed));
-    specs.filter(|spec| spec.flops() < 3e7).map(|spec| {
-        let case = build(&spec).unwrap();
-        (spec, case)
+    let drawn = seeds.map(move |seed| crossed(&kernels[seed as usize % kernels.len()], seed));
+    drawn.filter(|drawn| drawn.spec.flops() < 3e7).map(|drawn| {
+        let case = drawn.build().unwrap();
+        (drawn.spec, case)
     })
 }
 
