@@ -49,8 +49,10 @@ fn append(
     let exists = row < rows && !(is_value && V_ROWS == 0u);
     let chunks = select(0u, select(QK_CHUNKS, V_CHUNKS, is_value), exists);
     let first_chunk = lane % ROW_LANES;
+    //if SCALED
     // What elements are multiplied by before they are stored.
     var inverse = 1.0;
+    //end
     //if ROW_SCALES
     var largest = 0.0;
     for (var chunk = first_chunk; chunk < chunks; chunk += ROW_LANES) {
@@ -93,7 +95,11 @@ fn append(
                     if V_DTYPE == NEW_DTYPE {
                         copy_value_chunk(word, row, chunk);
                     } else {
+                        //if SCALED
                         store_chunk(V_DTYPE, word, chunk, scaled(new_chunk(true, row, chunk), inverse));
+                        //else
+                        store_chunk(V_DTYPE, word, chunk, new_chunk(true, row, chunk));
+                        //end
                     }
                 }
             } else {
@@ -102,7 +108,11 @@ fn append(
                     if K_DTYPE == NEW_DTYPE && ROTARY == 0u {
                         copy_key_chunk(word, row, chunk);
                     } else {
+                        //if SCALED
                         store_chunk(K_DTYPE, word, chunk, scaled(new_chunk(false, row, chunk), inverse));
+                        //else
+                        store_chunk(K_DTYPE, word, chunk, new_chunk(false, row, chunk));
+                        //end
                     }
                 }
             }

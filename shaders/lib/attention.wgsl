@@ -87,9 +87,14 @@ struct Sequence {
     splits: u32,
     first_split: u32,
     split_keys: u32,
-    // First word of its mask, and the first element of its bias.
+    //if MASK
+    // First word of its mask.
     mask_begin: u32,
+    //end
+    //if BIAS
+    // First element of its bias.
     bias_begin: u32,
+    //end
 }
 
 const NO_STATES = 0xffffffffu;
@@ -105,8 +110,12 @@ fn sequence(index: u32) -> Sequence {
         plan[word + 5u],
         plan[word + 6u],
         plan[word + 7u],
+        //if MASK
         plan[word + 8u],
+        //end
+        //if BIAS
         plan[word + 9u],
+        //end
     );
 }
 
