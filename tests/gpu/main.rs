@@ -22,3 +22,4 @@ mod shared;
 mod slices;
 mod stored;
 mod tuning;
+mod windows;

@@ -256,7 +256,7 @@ pub fn owned(dtype: Dtype, rows: &[u8], dim: u32) -> Vec<f32> {
 }
 
 /// `[page, slot, head, dim]` tensors in the order of the pool.
-fn pool_bytes(layout: &KvLayout, k_pages: &Tensor, v_pages: &Tensor) -> Vec<u8> {
+pub fn pool_bytes(layout: &KvLayout, k_pages: &Tensor, v_pages: &Tensor) -> Vec<u8> {
     let mut pool = vec![UNWRITTEN; layout.bytes() as usize];
     let geometry = layout.geometry();
     let (kv_heads, page_size) = (geometry.kv_heads(), layout.page_size().get());

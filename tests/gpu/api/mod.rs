@@ -2,7 +2,7 @@
 
 mod append;
 mod copies;
-mod host;
+pub mod host;
 mod isolation;
 mod outputs;
 mod recording;
