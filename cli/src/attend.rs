@@ -162,7 +162,8 @@ fn run_one(
     Ok(Measured::new(adapter, shape, &output, &judged, place))
 }
 
-fn run_options(args: &AttendArgs, case: &Case) -> Result<(RunOptions, PageSize), InputError> {
+/// How a case is run, and the page size that the flags ask for.
+pub fn run_options(args: &AttendArgs, case: &Case) -> Result<(RunOptions, PageSize), InputError> {
     let page_size = match args.paging.page_size {
         Some(page_size) => page_size,
         None => PageSize::new(PAGE_SIZE_DEFAULT).map_err(paged_attention::CaseError::from)?,

@@ -10,6 +10,8 @@ mod choosing;
 mod device;
 mod doctor;
 mod error;
+#[cfg(test)]
+mod fuzz;
 mod header;
 mod index;
 mod inputs;

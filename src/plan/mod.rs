@@ -6,6 +6,7 @@
 
 mod device;
 mod mask;
+mod ranges;
 mod shared;
 mod slices;
 

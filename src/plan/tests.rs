@@ -209,6 +209,7 @@ fn record(plan: &Plan, index: u32) -> Record {
 /// Does what the kernels do, with ranges of keys in the place of arithmetic.
 fn check(batch: &Owned) {
     let (plan, tiles) = (batch.plan(), batch.tiles());
+    assert_eq!(plan.out_of_range(), None);
     let (params, group, kv_heads) = (&plan.params, batch.geometry.group(), batch.geometry.kv_heads());
     let [prefill, decode, merge] = [
         (params.prefill_items, params.prefill_groups),
@@ -594,4 +595,61 @@ fn fault_31_pages_that_others_hold_are_no_common_prefix() {
     assert_eq!(moved.prefixes[0].tokens, 17);
     moved.prefixes[0].tokens = 16;
     check(&moved);
+}
+
+/// Ranges are noticed that a plan must not have: a word of each kind, moved out.
+#[test]
+fn words_out_of_range_are_noticed() {
+    let mut batch = four();
+    batch.seqs.push((90, 40, (30..35).collect()));
+    batch.seqs.push((1, 39 * 8, (0..39).collect()));
+    let shared = Owned { prefixes: vec![prefix(0..4, 16), prefix(0..2, 32)], ..batch.clone() };
+    for batch in [batch, shared] {
+        let plan = batch.plan();
+        assert_eq!(plan.out_of_range(), None);
+        let params = plan.params;
+        let noticed = |what: &str, place: u32, word: u32| {
+            let mut plan = plan.clone();
+            assert_ne!(plan.words[place as usize], word, "{what}");
+            plan.words[place as usize] = word;
+            assert!(plan.out_of_range().is_some(), "{what}: nobody notices");
+        };
+        for (list, groups) in
+            [(params.prefill_items, params.prefill_groups), (params.decode_items, params.decode_groups)]
+        {
+            assert!(groups > 0);
+            noticed("record", list, params.owners);
+            noticed("first row", list + 1, 9_999);
+            noticed("key begin", list + 2, 9_999);
+            noticed("key end", list + 3, 9_999);
+        }
+        noticed("page id", params.page_ids, 50);
+        noticed("page id that is read last", params.page_ids + batch.page_ids().len() as u32 - 1, NO_PAGE);
+        for (what, at, word) in [
+            ("q_begin", 0, 999),
+            ("q_len", 1, 999),
+            ("kv_len", 2, 7),
+            ("page_begin", 3, 9_999),
+            ("split keys", 7, 0),
+            ("bias", 9, 99_999),
+        ] {
+            noticed(what, 10 * 5 + at, word);
+        }
+        let split = plan.words[RECORD_WORDS * 5 + 4];
+        noticed("state", 10 * 5 + 4, split + 1_000);
+        let mut short = plan.clone();
+        short.workspace_bytes -= state_bytes(&batch.tiles());
+        assert!(short.out_of_range().is_some(), "workspace: nobody notices");
+        for change in [
+            |plan: &mut Plan| plan.params.merge_groups += 2,
+            |plan: &mut Plan| plan.params.decode_groups -= 2,
+            |plan: &mut Plan| plan.params.prefill_items += 1,
+            |plan: &mut Plan| plan.params.page_ids += 1_000,
+            |plan: &mut Plan| plan.total_q -= 1,
+        ] {
+            let mut plan = plan.clone();
+            change(&mut plan);
+            assert!(plan.out_of_range().is_some(), "{:?}", plan.params);
+        }
+    }
 }

@@ -34,7 +34,7 @@ use crate::kv::{
     Append, AppendCall, AppendError, AppendPlan, AppendSource, KvDtypes, KvLayout, LayoutError, NewRows, PoolView,
     Rotary, Rotation, RowOrder,
 };
-use crate::plan::{DevicePlan, PlanError, SharedPrefix, UploadError};
+use crate::plan::{DevicePlan, Plan, PlanError, SharedPrefix, UploadError};
 use crate::selftest::SelfTestError;
 use crate::status::{STATUS_BYTES, Status, StatusError};
 use crate::tensor::TensorError;
@@ -191,6 +191,15 @@ impl RunOptions {
     /// [`RunError::Case`], [`RunError::PageIds`], [`RunError::Layout`] or [`RunError::Plan`].
     pub fn validate(&self, case: &Case) -> Result<(), RunError> {
         self.lay_out(case).map(|_| ())
+    }
+
+    /// The plan of a run of `case` in these variants, made without a device.
+    #[doc(hidden)]
+    pub fn plan(&self, case: &Case, variants: Variants) -> Result<Plan, RunError> {
+        let (table, layout) = self.lay_out(case)?;
+        let (batch, extras, tiles) = (table.batch(case), self.extras(case), self.kernels(case, variants).tiles());
+        let (prefixes, mask) = (&self.shared_prefixes, case.extras().mask.as_deref());
+        Ok(Plan::new(&batch, &layout, case.options(), &extras, &tiles, prefixes, mask)?)
     }
 
     /// The page table and the pool that a run will have.
