@@ -4,6 +4,7 @@
 
 mod adapters;
 mod arithmetic;
+mod limits;
 mod places;
 mod segments;
 mod shared_prefixes;

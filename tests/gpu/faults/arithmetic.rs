@@ -1,5 +1,7 @@
 //! Faults of range and of masks.
 
+use paged_attention_cases::{Bias, BiasValues, Mask, Modifiers};
+
 use super::*;
 
 /// f16 accumulators that stop at 65,504, with no NaN to see: over thousands of keys of equal weight, or in high scores.
@@ -102,5 +104,50 @@ fn fault_19_masks_applied_twice_or_to_other_rows() {
         // A mask that nobody asked for.
         let to = "return min(seq.kv_len + token + 1u - seq.q_len, seq.kv_len);";
         noticed(gpu, "19 unasked", &spec.causal(false), &kernels.map(|kernel| edit(kernel, visible, to)));
+    }
+}
+
+/// Masks and biases of other rows and heads, more keys than rows: a kernel that counts them as if they were square, forgets the
+/// head, or takes the causal mask on top of one that already has it, is noticed.
+#[test]
+fn fault_19_masks_and_biases_of_other_rows_and_heads() {
+    let Some(gpu) = gpu() else { return };
+    let kernels = [KernelId::Prefill, KernelId::Decode];
+    let both = |from: &'static str, to: &'static str| kernels.map(|kernel| edit(kernel, from, to));
+    let lengths = [(40, 75), (3, 300), (1, 90)];
+    let masked = |mask| {
+        let modifiers = Modifiers { mask: Some(mask), ..Modifiers::NONE };
+        CaseSpec::new("faults/19", HEADS, lengths).modified(modifiers).paged(Pool::new(4)).seed(19)
+    };
+    let row = "token * ((own.kv_len + 31u) / 32u)";
+    for (what, from, to) in [
+        ("square mask", row, "token * ((own.q_len + 31u) / 32u)"),
+        ("the mask of tile rows", row, "row * ((own.kv_len + 31u) / 32u)"),
+        ("one mask for all sequences", "own.mask_begin + ", "0u * own.mask_begin + "),
+        ("the mask of the next key", ">> (key % 32u)) & 1u)", ">> ((key + 1u) % 32u)) & 1u)"),
+    ] {
+        noticed(gpu, &format!("19 {what}"), &masked(Mask::Random(60)), &both(from, to));
+    }
+    // A mask that lets rows see ahead, and a kernel that knows better.
+    let visible = "var visible = key < row.end;";
+    let causal = "var visible = key < min(row.end, own_end(row));";
+    let function = "struct Score {";
+    let own_end = "fn own_end(row: ScoreRow) -> u32 {\n    return max(row.end, 20u) - 20u;\n}\n\nstruct Score {";
+    let edits: Vec<SourceEdit> = kernels
+        .into_iter()
+        .flat_map(|kernel| [edit(kernel, visible, causal), edit(kernel, function, own_end)])
+        .collect();
+    noticed(gpu, "19 a reach on top of a mask", &masked(Mask::Prefix(70)), &edits);
+    let bias = Bias { per_head: true, dtype: Dtype::F32, values: BiasValues::Normal(3.0) };
+    let biased = CaseSpec::new("faults/19", HEADS, lengths)
+        .modified(Modifiers { bias: Some(bias), ..Modifiers::NONE })
+        .paged(Pool::new(4));
+    for (what, from, to) in [
+        ("one bias for all heads", "head * params.bias_head_stride", "0u * params.bias_head_stride"),
+        ("a group's bias", "head * params.bias_head_stride", "head / GROUP * params.bias_head_stride"),
+        ("square bias", "token * own.kv_len", "token * own.q_len"),
+        ("one bias for all sequences", "own.bias_begin + ", "0u * own.bias_begin + "),
+    ] {
+        noticed(gpu, &format!("19 {what}"), &biased, &both(from, to));
     }
 }
