@@ -1,6 +1,6 @@
 //! Every row of the table is inside the bound.
 
-use paged_attention_cases::{CaseSpec, full, quick};
+use paged_attention_cases::{CaseSpec, full, options, options_full, quick};
 
 use crate::common::{Tally, gpu};
 
@@ -15,20 +15,21 @@ fn go(test: &'static str, table: Vec<CaseSpec>, groups: &[&str]) {
     tally.finish();
 }
 
-/// Groups of the quick table, one test each, so that the time of each shows and they overlap on the host.
-macro_rules! quick_groups {
-    ($($name:ident: $group:literal),* $(,)?) => {
-        const GROUPS: &[&str] = &[$($group),*];
+/// Groups of a table, one test each, so that the time of each shows and they overlap on the host.
+macro_rules! groups {
+    ($groups:ident of $table:ident: $($name:ident: $group:literal),* $(,)?) => {
+        const $groups: &[&str] = &[$($group),*];
         $(
             #[test]
             fn $name() {
-                go(concat!("table/", $group), quick(), &[$group]);
+                go(concat!("table/", $group), $table(), &[$group]);
             }
         )*
     };
 }
 
-quick_groups! {
+groups! {
+    GROUPS of quick:
     table_lengths: "lengths",
     table_pools: "pools",
     table_decode: "decode",
@@ -45,11 +46,25 @@ quick_groups! {
     table_dtypes: "dtypes",
 }
 
+// What changes scores.
+groups! {
+    OPTION_GROUPS of options:
+    table_window: "window",
+    table_softcap: "softcap",
+    table_alibi: "alibi",
+    table_sinks: "sinks",
+    table_masks: "masks",
+    table_bias: "bias",
+    table_prefix: "prefix",
+}
+
 #[test]
 fn no_group_is_forgotten() {
-    for spec in quick() {
-        let group = spec.name.split('/').next().unwrap();
-        assert!(GROUPS.contains(&group), "no test runs the group of {}", spec.name);
+    for (table, groups) in [(quick(), GROUPS), (options(), OPTION_GROUPS), (options_full(), OPTION_GROUPS)] {
+        for spec in table {
+            let group = spec.name.split('/').next().unwrap();
+            assert!(groups.contains(&group), "no test runs the group of {}", spec.name);
+        }
     }
 }
 
@@ -57,4 +72,5 @@ fn no_group_is_forgotten() {
 #[ignore = "full sizes and crossed options: minutes on a software adapter"]
 fn table_full() {
     go("table/full", full(), &["full"]);
+    go("table/options-full", options_full(), OPTION_GROUPS);
 }

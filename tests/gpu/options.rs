@@ -1,9 +1,9 @@
 //! What changes scores: windows, soft caps, ALiBi, sinks, masks and biases, in every kernel variant.
 
-use paged_attention::{Case, CaseError, CaseExtras, Dtype, HeadGeometry, KvSource, Tensor};
-use paged_attention_cases::{CaseSpec, Heads, Pool, build};
+use paged_attention::{Case, CaseError, CaseExtras, Dtype, HeadGeometry, KvSource, RunOptions, Tensor};
+use paged_attention_cases::{CaseSpec, Heads, Mask, Modifiers, Pool, assemble, build, generate};
 
-use crate::common::{Gpu, difference, gpu, judge, run_options};
+use crate::common::{Gpu, Tally, difference, gpu, judge, rows_of, run_options};
 
 /// Prompts with ragged tiles, chunks, and single tokens with one split and several.
 const LENGTHS: [(u32, u32); 6] = [(37, 71), (1, 45), (1, 600), (5, 300), (20, 9), (1, 1)];
@@ -20,7 +20,7 @@ fn noise(index: usize) -> f32 {
 
 fn check(gpu: &Gpu, name: &str, case: &Case, spec: &CaseSpec) {
     for variants in gpu.every_variant(case.geometry()) {
-        let options = paged_attention::RunOptions { variants: Some(variants), ..run_options(spec) };
+        let options = RunOptions { variants: Some(variants), ..run_options(spec) };
         let output = gpu.run(case, &options).unwrap_or_else(|error| panic!("{name}: {error}"));
         if let Err(why) = judge(case, &output) {
             panic!("{name}, {} {}: {why}", variants.prefill, variants.decode);
@@ -122,4 +122,50 @@ fn latent_values() {
         let other = Tensor::from_f32(v.dtype(), v.shape(), &other).unwrap();
         assert!(matches!(case(latent, other), Err(CaseError::LatentValues { v: "v", .. })));
     }
+}
+
+/// A token that is decoded sees what it sees as the last row of its prompt, with a window that begins anywhere.
+#[test]
+fn a_windowed_decode_is_the_last_row_of_the_prompt() {
+    let Some(gpu) = gpu() else { return };
+    let mut tally = Tally::new("options/window-decode");
+    let heads = Heads::new(4, 2, 16);
+    for left in [3, 13, 43] {
+        for kv_len in [1, 19, 99, 1999] {
+            let window = Modifiers { window_left: Some(left), ..Modifiers::NONE };
+            let spec = |lengths| {
+                let spec = CaseSpec::new("options/window-decode", heads, [lengths]).causal(true).modified(window);
+                spec.paged(Pool::new(16).times(2).withheld()).seed(61)
+            };
+            let prompt = spec((kv_len, kv_len));
+            let whole = generate(&prompt).unwrap().remove(0);
+            let last = assemble(&spec((1, kv_len)), &[whole.chunk(&heads, kv_len - 1, kv_len, kv_len)]).unwrap();
+            let options = run_options(&prompt);
+            let Some((case, expected)) = tally.check(gpu, &prompt) else { continue };
+            let Some(output) = tally.check_case(gpu, format!("decode of {prompt}"), &last, &options) else { continue };
+            let row = rows_of(&case, &expected, 0, kv_len - 1, kv_len);
+            let near = |a: &[f32], b: &[f32]| a.iter().zip(b).all(|(a, b)| (a - b).abs() <= 2e-5 * (1.0 + b.abs()));
+            let why = "the decode is not the last row of the prompt".to_owned();
+            let same = near(&output.out, &row.out) && near(&output.lse, &row.lse);
+            tally.same(&prompt, &last, (!same).then_some(why));
+        }
+    }
+    tally.finish();
+}
+
+/// A lower-triangular mask is the causal mask, bit by bit: what is hidden is hidden alike.
+#[test]
+fn a_triangular_mask_is_the_causal_mask() {
+    let Some(gpu) = gpu() else { return };
+    let mut tally = Tally::new("options/triangular");
+    let causal = spec("options/triangular");
+    let masked = causal.clone().causal(false).modified(Modifiers { mask: Some(Mask::Causal), ..Modifiers::NONE });
+    let cases = [&causal, &masked].map(|spec| build(spec).unwrap());
+    for variants in gpu.every_variant(cases[0].geometry()) {
+        let options = RunOptions { variants: Some(variants), ..run_options(&causal) };
+        let [a, b] = cases.each_ref().map(|case| tally.check_case(gpu, &variants, case, &options));
+        let (Some(a), Some(b)) = (a, b) else { continue };
+        tally.same(&variants, &cases[1], difference(&a, &b));
+    }
+    tally.finish();
 }
