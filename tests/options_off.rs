@@ -25,7 +25,7 @@ struct Switch {
 const SWITCHES: [Switch; 9] = [
     Switch {
         name: "window",
-        words: &["reach_left", "first_visible", "begin"],
+        words: &["reach_left", "first_visible", "row.begin"],
         // A shared prefix begins where its outer one ends, so its keys have a beginning too.
         turn_off: |config| (config.modifiers.window_left, config.modifiers.shared_prefixes) = (false, false),
     },
@@ -75,7 +75,7 @@ const SWITCHES: [Switch; 9] = [
     },
     Switch {
         name: "rotation",
-        words: &["rotated", "rotated_chunk", "turn", "turns", "cosine", "sine", "turned", "new_element"],
+        words: &["rotated", "rotated_chunk", "turns", "cosine", "sine", "turned", "new_element"],
         turn_off: |config| config.new_rows.rotary = None,
     },
 ];
@@ -120,6 +120,12 @@ fn identifiers(line: &str) -> impl Iterator<Item = &str> {
     line.split(|c: char| !(c.is_alphanumeric() || c == '_'))
 }
 
+/// Whether a line has one of `words`; those with a dot are members.
+fn has_one_of(line: &str, words: &[&str]) -> bool {
+    let member = words.iter().any(|word| word.contains('.') && line.contains(word));
+    member || identifiers(line).any(|identifier| is_one_of(identifier, words))
+}
+
 /// Whether `identifier` is one of `words`, or one of them with the number of a row or key.
 fn is_one_of(identifier: &str, words: &[&str]) -> bool {
     let end = identifier.trim_end_matches(|c: char| c.is_ascii_digit() || c == '_');
@@ -135,7 +141,7 @@ fn without(code: &str, words: &[&str]) -> (String, Vec<String>) {
         let named = line.strip_prefix("fn ").and_then(|rest| identifiers(rest).next());
         in_function |= named.is_some_and(|name| is_one_of(name, words));
         if !in_function {
-            if in_params || !identifiers(line).any(|identifier| is_one_of(identifier, words)) {
+            if in_params || !has_one_of(line, words) {
                 rest.push_str(line);
                 rest.push('\n');
             } else {
@@ -222,7 +228,7 @@ fn an_option_that_is_asked_for_at_run_time_is_noticed() {
                   visible = visible && ((plan[params.masks + key / 32u] >> (key % 32u)) & 1u) != 0u;\n    }\n";
     for (name, from, to) in [
         ("window", visible, "    var visible = key < row.end && key + params.reach_left >= row.end;\n"),
-        ("soft cap", value, "    var value = select(s, tanh(s), params.softcap_log2 > 0.0);\n"),
+        ("soft cap", value, "    var value = s;\n    value = select(value, tanh(value), params.softcap_log2 > 0.0);\n"),
         ("mask", visible, masked),
         ("bias", value, "    var value = s * f32(1u + params.bias_head_stride);\n"),
         (
