@@ -340,7 +340,7 @@ fn on_the_adapter(count: usize) {
     let (corpus, args) = (corpus(), flags().remove(0));
     let seed = environment("FUZZ_SEED").unwrap_or_else(rand::random);
     say(&format!("fuzz: FUZZ_SEED={seed}"));
-    let (mut ran, mut largest, mut pipelines) = (0, 0.0_f64, HashSet::new());
+    let (mut ran, mut largest, mut pipelines) = (0, (0.0_f64, String::new()), HashSet::new());
     for number in environment("FUZZ_INPUT").unwrap_or(0).. {
         let _input = Input { seed, number };
         let rng = &mut stream(seed, number);
@@ -361,17 +361,18 @@ fn on_the_adapter(count: usize) {
         let output = runner.run(&case, &options).unwrap_or_else(|error| panic!("{error}"));
         let judged = attend::judge(&case, &output).unwrap_or_else(|error| panic!("{error}"));
         assert!(judged.report.passed(), "{}", judged.report);
-        largest = largest.max(judged.report.max_bound_ratio);
+        if judged.report.max_bound_ratio > largest.0 {
+            let worst = judged.report.worst.map(|worst| worst.to_string()).unwrap_or_default();
+            largest = (judged.report.max_bound_ratio, format!("FUZZ_INPUT={number}: {worst}"));
+        }
         ran += 1;
         if ran == count || environment("FUZZ_INPUT").is_some() {
             break;
         }
     }
     let seconds = start.elapsed().as_secs_f64();
-    say(&format!(
-        "fuzz: {ran} accepted inputs run over {} pipelines in {seconds:.1} s, largest measured/bound {largest:.4}",
-        pipelines.len()
-    ));
+    say(&format!("fuzz: {ran} accepted inputs run over {} pipelines in {seconds:.1} s", pipelines.len()));
+    say(&format!("fuzz: largest measured/bound {:.4}, {}", largest.0, largest.1));
 }
 
 #[test]
