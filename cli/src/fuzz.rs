@@ -165,7 +165,8 @@ fn change(rng: &mut StdRng, header: &mut Value, data: &mut Vec<u8>, wild: bool) 
         }
         5..9 => {
             // An entry of an index tensor.
-            let Some(range) = range(header, *pick(rng, &INDICES), data) else { return };
+            let index = *pick(rng, &INDICES);
+            let Some(range) = range(header, index, data) else { return };
             if range.len() >= 4 {
                 let at = range.start + 4 * rng.random_range(0..range.len() / 4);
                 let old = u32::from_le_bytes(data[at..at + 4].try_into().unwrap());

@@ -127,17 +127,18 @@ impl Plan {
         if record.partial_begin != u64::from(NO_STATES) {
             self.check_state(&record, split - record.first_split)?;
         }
-        let mut stretches = vec![begin..end];
+        let mut stretches: Vec<Range<u64>> = Vec::new();
         if self.masked() {
             let [first, count] = [self.word(place + 4)?, self.word(place + 5)?];
             let runs = u64::from(self.params.runs);
             ensure!(runs + 3 * (first + count) <= self.params.page_ids.into(), "runs {first} and {count} more");
-            stretches.clear();
             for run in first..first + count {
                 let stretch = self.word(runs + 3 * run)?..self.word(runs + 3 * run + 1)?;
                 ensure!(begin <= stretch.start && stretch.end <= end, "run {stretch:?} of keys {begin} to {end}");
                 stretches.push(stretch);
             }
+        } else {
+            stretches.push(begin..end);
         }
         let page_size = u64::from(self.params.page_size.max(1));
         for keys in stretches.into_iter().filter(|keys| !keys.is_empty()) {
