@@ -163,9 +163,9 @@ fn a_triangular_mask_is_the_causal_mask() {
     let cases = [&causal, &masked].map(|spec| build(spec).unwrap());
     for variants in gpu.every_variant(cases[0].geometry()) {
         let options = RunOptions { variants: Some(variants), ..run_options(&causal) };
-        let [a, b] = cases.each_ref().map(|case| tally.check_case(gpu, &variants, case, &options));
+        let [a, b] = cases.each_ref().map(|case| tally.check_case(gpu, variants, case, &options));
         let (Some(a), Some(b)) = (a, b) else { continue };
-        tally.same(&variants, &cases[1], difference(&a, &b));
+        tally.same(variants, &cases[1], difference(&a, &b));
     }
     tally.finish();
 }
