@@ -13,6 +13,7 @@ use naga::compact::{KeepUnused, compact};
 use naga::valid::{Capabilities, ValidationFlags, Validator};
 use paged_attention::kernels::{AdapterFacts, KernelId, SUBGROUP_SIZES, Variants};
 use paged_attention::{Dtype, HeadGeometry, KernelConfig, KvDtype, KvDtypes, Modifiers, NewRows, Pairing, RotaryShape};
+use std::num::NonZeroU32;
 
 /// An option of the kernels.
 struct Switch {
@@ -22,7 +23,7 @@ struct Switch {
     turn_off: fn(&mut KernelConfig),
 }
 
-const SWITCHES: [Switch; 9] = [
+const SWITCHES: [Switch; 10] = [
     Switch {
         name: "window",
         words: &["reach_left", "first_visible", "row.begin"],
@@ -78,6 +79,7 @@ const SWITCHES: [Switch; 9] = [
         words: &["rotated", "rotated_chunk", "turns", "cosine", "sine", "turned", "new_element"],
         turn_off: |config| config.new_rows.rotary = None,
     },
+    Switch { name: "segments", words: &["kv_pages_1"], turn_off: |config| config.segments = NonZeroU32::MIN },
 ];
 
 /// What several options have in common, and nothing else.
@@ -103,6 +105,7 @@ fn all_on(variants: Variants) -> KernelConfig {
             bias: Some(Dtype::F32),
             shared_prefixes: true,
         },
+        segments: NonZeroU32::MIN.saturating_add(1),
         variants,
     }
 }

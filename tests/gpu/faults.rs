@@ -544,11 +544,7 @@ fn fault_18_rows_of_one_sequence_written_over_another() {
         noticed(gpu, "18 stride", &spec, &edits);
     }
     // An odd number of splits whose last is left out.
-    let edits = [edit(
-        KernelId::Merge,
-        "split < source.splits; split++",
-        "split < source.splits / 2u * 2u; split++",
-    )];
+    let edits = [edit(KernelId::Merge, "split < source.splits; split++", "split < source.splits / 2u * 2u; split++")];
     noticed(gpu, "18 tail", &decode("18"), &edits);
 }
 

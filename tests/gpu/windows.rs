@@ -76,7 +76,7 @@ fn pages_outside_the_window_are_not_read() {
         let kv = Guarded::new(host, &pool_bytes(&layer.config.layout, &k_pages, &v_pages));
         let plan = attention.plan(&batch(&whole)).unwrap();
         let workspace = Workspace::new(&host.device, plan.workspace_bytes()).unwrap();
-        let io = paged_attention::AttentionIo { kv: kv.binding(), ..layer.io() };
+        let io = paged_attention::AttentionIo { kv: vec![kv.binding()], ..layer.io() };
         let device_plan = DevicePlan::upload(&host.device, &plan).unwrap();
         let call = attention.bind(&host.device, &device_plan, io, &workspace).unwrap();
         host.submit(|pass| attention.encode(pass, &call));
