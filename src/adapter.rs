@@ -5,7 +5,7 @@
 //! instance. The order is a function of [`wgpu::AdapterInfo`] alone, so it can be tested without a GPU and
 //! explained to a user.
 //!
-//! [`discover`] makes the instances itself, and leaves OpenGL closed where it is not needed.
+//! [`discover`] makes the instance itself.
 //!
 //! An application that has a device already needs nothing of this.
 //!

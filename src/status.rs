@@ -68,8 +68,9 @@ impl Status {
         Self { completed, errors }
     }
 
-    /// Whether all went well, for `dispatched` workgroups in all (the sum of [`crate::Call::workgroups`] and
-    /// [`crate::AppendCall::workgroups`] over what was submitted, wrapping).
+    /// Whether all went well, for `dispatched` workgroups in all (the sum of [`crate::Call::workgroups`],
+    /// [`crate::AppendCall::workgroups`] and [`crate::PageCopies::workgroups`] over all that was submitted since the
+    /// workspace was made, wrapping).
     ///
     /// # Errors
     /// [`StatusError`].

@@ -741,7 +741,7 @@ fn kernel_use(variants: &Variants, kernel: KernelId, workgroups: u32) -> Option<
             "merge".into(),
             format!("sequences whose keys were split (decodes: every {SPLIT_KEYS}), or that share prefixes"),
         ),
-        KernelId::Append => ("append".into(), "contiguous keys and values".into()),
+        KernelId::Append => ("append".into(), "new keys and values".into()),
     };
     (workgroups > 0).then_some(KernelUse { kernel, reason, workgroups })
 }
