@@ -67,7 +67,7 @@ fn kv_heads_past_the_eighth() {
         }
         noticed(gpu, "KV head 7 at most, append", &contiguous, &[edit(KernelId::Append, address.0, address.1)]);
         for kernel in ATTENTION {
-            let edits = [edit(kernel, "group % params.kv_heads,", "min(7u, group % params.kv_heads),")];
+            let edits = [edit(kernel, "place % params.kv_heads,", "min(7u, place % params.kv_heads),")];
             noticed(gpu, "KV head 7 at most, item", &paged, &edits);
         }
     }
