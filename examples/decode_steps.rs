@@ -10,6 +10,7 @@
 use half::f16;
 use rand::{RngExt, SeedableRng};
 
+use paged_attention::kernels::DECODE_ROWS_MAX;
 use paged_attention::{
     Append, AppendPlan, AppendSource, Attention, AttentionConfig, AttentionIo, AttentionOptions, Batch, BatchBuilder,
     BlockPool, BlockTable, DevicePlan, Dtype, Extras, HeadGeometry, KvLayout, KvStore, PageSize, PlanCapacity,
@@ -53,7 +54,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let batch = Batch { q_indptr: &rows, page_indptr: &pages, page_ids: &page_ids, kv_len: &[TOKENS_MAX] };
         Ok::<_, paged_attention::PlanError>(attention.plan(&batch)?.capacity())
     };
-    let sequence = capacity(PROMPT_MAX)?.or(capacity(1)?);
+    // Few new tokens decode, and split the keys.
+    let few = DECODE_ROWS_MAX / heads.group();
+    let sequence = capacity(PROMPT_MAX)?.or(capacity(few)?).or(capacity(1)?);
     let capacity = (1..SEQUENCES_MAX).fold(sequence, |all, _| all.and(sequence));
     let PlanCapacity { total_q: rows_max, workspace_bytes, .. } = capacity;
     let plan = DevicePlan::with_capacity(&device, &attention, &capacity)?;

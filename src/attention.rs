@@ -464,7 +464,7 @@ impl Attention {
         let bias_bytes = bias.map(|bias| {
             let heads = if bias.per_head { self.config.layout.geometry().q_heads() } else { 1 };
             let elements = score_pairs.saturating_mul(heads.into());
-            elements.saturating_mul(bias.dtype.bytes().into()).next_multiple_of(4).max(4)
+            elements.saturating_mul(bias.dtype.bytes().into()).checked_next_multiple_of(4).unwrap_or(u64::MAX).max(4)
         });
         let mut entries = vec![
             ("plan", plan_words, plan_bytes),

@@ -992,6 +992,39 @@ fn pipelines_that_are_refused() {
     }
 }
 
+/// What a bias needs bounds the plans with a bias, and no others.
+#[test]
+fn more_pairs_than_a_bias_can_have() {
+    let app = App::new(wgpu::Limits::default());
+    // 2^32 pairs, over one page again and again.
+    let page_ids = vec![0; 1 << 12];
+    let batch = Batch { q_indptr: &[0, 1 << 16], page_indptr: &[0, 1 << 12], page_ids: &page_ids, kv_len: &[1 << 16] };
+    assert_eq!(app.attention.plan(&batch).unwrap().capacity().score_pairs, 1 << 32);
+    let config = *app.attention.config();
+    let (device, _, info) = device(wgpu::Limits::default());
+    let with = |extras| {
+        let config = AttentionConfig { extras, ..config };
+        pollster::block_on(Attention::new(&device, &info, &config)).unwrap()
+    };
+    let bias = |per_head| Extras { bias: Some(Bias { dtype: Dtype::F16, per_head }), ..Extras::NONE };
+    let half = Batch { q_indptr: &[0, 1 << 15], ..batch };
+    assert!(with(bias(false)).plan(&half).is_ok());
+    // Four heads with a bias each.
+    for (per_head, batch) in [(false, &batch), (true, &half)] {
+        assert!(matches!(with(bias(per_head)).plan(batch), Err(PlanError::TooMany { .. })));
+    }
+    // Capacities add up until nothing can be bound.
+    let attention = with(bias(false));
+    let plan = with_mixed_batch(|batch| attention.plan(batch)).unwrap();
+    let capacity = PlanCapacity { score_pairs: u64::MAX, ..plan.capacity() };
+    let plan = DevicePlan::with_capacity(&device, &attention, &capacity).unwrap();
+    let io = AttentionIo { bias: Some(app.buffers[0].as_entire_buffer_binding()), ..app.io() };
+    match attention.bind(&device, &plan, io, &app.workspace) {
+        Err(BindError::TooLarge { needed, .. }) => assert_eq!(needed, u64::MAX),
+        other => panic!("{other:?}"),
+    }
+}
+
 /// A plan that takes another's place on the device: what does not fit is refused with both numbers, and nothing changes.
 #[test]
 fn plans_that_cannot_be_written() {

@@ -9,6 +9,7 @@ use super::layout::KvLayout;
 use super::store::KvStore;
 use super::table::PageCopy;
 use crate::attention::{BindError, STATUS_ROOM, Workspace, bind_group, storage_bindings};
+use crate::buffers;
 use crate::kernels::{LANES, fold_grid};
 use crate::plan::{PlanBuffer, UploadError};
 
@@ -356,12 +357,13 @@ impl KvStore {
         let size = size.ok_or(CopyError::TooLarge { direction, pages, needed, found })?;
         let to_device = usage.contains(wgpu::BufferUsages::MAP_WRITE);
         let copied = if to_device { wgpu::BufferUsages::COPY_SRC } else { wgpu::BufferUsages::COPY_DST };
-        Ok(Some(device.create_buffer(&wgpu::BufferDescriptor {
+        let descriptor = wgpu::BufferDescriptor {
             label: Some(direction),
             size,
             usage: usage | copied,
             mapped_at_creation: to_device,
-        })))
+        };
+        Ok(Some(buffers::create(device, &descriptor).map_err(BindError::from)?))
     }
 }
 

@@ -180,7 +180,7 @@ impl PageCopy {
                 read.insert(from);
                 !written.contains(&from) && !read.contains(&to) && written.insert(to)
             };
-            let (run, next) = rest.split_at(rest.iter().take_while(fits).count());
+            let (run, next) = rest.split_at(rest.iter().take_while(fits).count().max(1).min(rest.len()));
             rest = next;
             (!run.is_empty()).then_some(run)
         })

@@ -63,9 +63,12 @@ pub enum WriteError {
 
 /// What the plans of a [`DevicePlan`] may need at most.
 ///
-/// Take it from plans of single sequences ([`Plan::capacity`]): what a sequence may need is the larger of what it needs at
-/// its longest, once with as many new tokens as it may get and once with one ([`PlanCapacity::or`]), and a batch needs what
-/// its sequences need together ([`PlanCapacity::and`]).
+/// Take it from plans of single sequences ([`Plan::capacity`]): what a sequence may need is the larger ([`PlanCapacity::or`])
+/// of what it needs at its longest with as many new tokens as it may get, with one, and with as many as still decode
+/// ([`crate::kernels::DECODE_ROWS_MAX`] rows: their keys are split); with a window, also at the lengths before, back to the last
+/// multiple of the keys of a split, since the window may lie across more splits there. A batch needs what its sequences
+/// need together ([`PlanCapacity::and`]). A step that needs more is refused ([`WriteError::Capacity`]), and can be planned
+/// with buffers of its own.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PlanCapacity {
     /// Words of work items, page tables and the like.
@@ -192,6 +195,9 @@ impl DevicePlan {
 
     /// Records that `plan` takes the place of the one before, in the order of `encoder`: what was recorded into it until
     /// now uses the old plan, what is recorded from now on the new one. Creates nothing as long as `belt` has room.
+    ///
+    /// If the encoder is given up instead of submitted, the device keeps the old plan: write again before any call is
+    /// recorded.
     ///
     /// # Errors
     /// [`WriteError`]; nothing was recorded.

@@ -310,10 +310,13 @@ pub(crate) fn check_rows(total_q: u32, geometry: &HeadGeometry, tiles: &Tiles) -
     count("output vectors", rows_all.saturating_mul((2 * tiles.qk_chunks.max(tiles.v_chunks)).into())).map(|_| ())
 }
 
+/// Keys of the longest step: what a kernel counts up to may lie so far behind the last key.
+const STEP_KEYS_MAX: u32 = 16;
+
 /// Checks the lengths of a sequence: a kernel adds to a position a reach to the right of up to all rows and keys.
 fn check_lengths(seq: usize, options: &AttentionOptions, (q_len, kv_len): (u32, u32)) -> Result<(), PlanError> {
     let right = if options.causal { 0 } else { options.window_right.unwrap_or(0) };
-    match q_len.checked_add(kv_len).and_then(|sum| sum.checked_add(right.min(sum))?.checked_add(1)) {
+    match q_len.checked_add(kv_len).and_then(|sum| sum.checked_add(right.min(sum))?.checked_add(STEP_KEYS_MAX)) {
         Some(_) => Ok(()),
         None => Err(PlanError::TooLong { seq, q_len, kv_len }),
     }
@@ -513,6 +516,10 @@ impl WorkLists {
         for (seq, kv_len) in batch.kv_len.iter().copied().enumerate() {
             let q_len = entry(batch.q_indptr, seq + 1) - entry(batch.q_indptr, seq);
             check_lengths(seq, options, (q_len, kv_len))?;
+            // Slopes are multiplied by distances with a sign.
+            if extras.alibi_slopes && q_len + kv_len > i32::MAX as u32 {
+                return Err(PlanError::TooLong { seq, q_len, kv_len });
+            }
         }
         // Prefixes of which somebody sees something.
         let mut prefixes: Vec<Option<Part>> = Vec::with_capacity(levels.levels.len());
@@ -558,8 +565,13 @@ impl WorkLists {
             lists.score_pairs += q_len * u64::from(kv_len);
         }
         // Records hold in 32 bits what lies before their own.
-        count("words of masks", lists.mask_words)?;
-        count("pairs of query row and key", lists.score_pairs)?;
+        if extras.mask {
+            count("words of masks", lists.mask_words)?;
+        }
+        if let Some(bias) = extras.bias {
+            let heads = if bias.per_head { layout.geometry().q_heads() } else { 1 };
+            count("elements of the bias", lists.score_pairs.saturating_mul(heads.into()))?;
+        }
         for part in prefixes.iter().flatten() {
             lists.push(step, part, part.pass.keys.end, Fate::States)?;
         }

@@ -155,6 +155,9 @@ fn runs_end_where_a_copy_needs_an_earlier_one() {
     let out = |page, slot| PageCopy::ToHost { page, slot };
     let back = |slot, page| PageCopy::ToDevice { slot, page };
     let lens = |copies: &[PageCopy]| PageCopy::runs(copies).map(<[_]>::len).collect::<Vec<_>>();
+    // No copy is lost, not even one that makes no sense.
+    let to_itself = [PageCopy::OnDevice { from: 1, to: 1 }, PageCopy::OnDevice { from: 2, to: 3 }];
+    assert_eq!(lens(&to_itself), [1, 1]);
     assert_eq!(lens(&[]), [0; 0]);
     assert_eq!(lens(&[copy(0, 1), copy(0, 2), copy(3, 4)]), [3], "a page may be read twice");
     assert_eq!(lens(&[copy(0, 1), copy(1, 2)]), [1, 1], "read after it was written");
