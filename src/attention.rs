@@ -7,7 +7,7 @@ use thiserror::Error;
 use crate::batch::Batch;
 use crate::buffers::{self, OutOfMemory};
 use crate::case::AttentionOptions;
-use crate::geometry::Dtype;
+use crate::geometry::{Dtype, HeadGeometry};
 use crate::kernels::{AdapterFacts, BuildError, KernelConfig, KernelId, Kernels, Modifiers, Variants, fold_grid};
 use crate::kv::{KvLayout, NewRows};
 use crate::plan::{
@@ -66,6 +66,13 @@ pub struct Bias {
     pub dtype: Dtype,
     /// Whether every query head has its own, or all share one.
     pub per_head: bool,
+}
+
+impl Bias {
+    /// How many heads have elements of their own.
+    pub(crate) fn heads(&self, geometry: &HeadGeometry) -> u32 {
+        if self.per_head { geometry.q_heads() } else { 1 }
+    }
 }
 
 /// What happens to scores, as far as kernels are built for it.
@@ -462,8 +469,7 @@ impl Attention {
             pairs(alibi_slopes || sinks, geometry.q_heads()) + pairs(dtypes.has_head_scales(), geometry.kv_heads());
         let heads_bytes = (pairs > 0).then_some(8 * pairs);
         let bias_bytes = bias.map(|bias| {
-            let heads = if bias.per_head { self.config.layout.geometry().q_heads() } else { 1 };
-            let elements = score_pairs.saturating_mul(heads.into());
+            let elements = score_pairs.saturating_mul(bias.heads(geometry).into());
             elements.saturating_mul(bias.dtype.bytes().into()).checked_next_multiple_of(4).unwrap_or(u64::MAX).max(4)
         });
         let mut entries = vec![

@@ -192,9 +192,11 @@ pub fn verify(case: &Case, computed: &Computed<'_>) -> Result<Report, VerifyErro
     })
 }
 
-/// `|found - expected|`, infinite where it is NaN, and 0 where both are the same infinity.
-fn error(found: f64, expected: f64) -> f64 {
-    if found == expected { 0.0 } else { finite_or_infinity((found - expected).abs()) }
+/// `|found - expected|`, infinite where it is NaN, and 0 where both are the same infinity; and its part of the bound: 0 of 0
+/// is as it should be, anything of 0 is not.
+pub(crate) fn error_and_ratio(found: f64, expected: f64, bound: f64) -> (f64, f64) {
+    let error = if found == expected { 0.0 } else { finite_or_infinity((found - expected).abs()) };
+    (error, if error == 0.0 { 0.0 } else { finite_or_infinity(error / bound) })
 }
 
 fn finite_or_infinity(x: f64) -> f64 {
@@ -224,9 +226,7 @@ impl Verdict {
         expected: f64,
         bound: f64,
     ) {
-        let error = error(found, expected);
-        // 0 of 0 is as it should be; anything of 0 is not.
-        let ratio = if error == 0.0 { 0.0 } else { finite_or_infinity(error / bound) };
+        let (error, ratio) = error_and_ratio(found, expected, bound);
         self.elements += 1;
         match what {
             Quantity::Out => {

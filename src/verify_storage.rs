@@ -7,7 +7,7 @@ use crate::reference::bound::RowBound;
 use crate::reference::storage::{RowErrors, Rows, Storage, rotated};
 use crate::reference::{DenseRow, Problem, Reference, dense, for_rows};
 use crate::runner::StoredKv;
-use crate::verify::{Quantity, Verdict, Worst};
+use crate::verify::{Quantity, Verdict, Worst, error_and_ratio};
 
 /// How far stored keys and values are from exact ones, element by element, and what that does to the result, both against
 /// the bounds of [`crate::reference::storage`] and [`crate::reference::bound`].
@@ -135,11 +135,9 @@ impl<'a> Judged<'a> {
                     let pairs = rows.exact.chunks_exact(rows.dim).zip(stored.chunks_exact(rows.dim));
                     for ((exact, stored), floor) in pairs.zip(&errors.floor) {
                         for (exact, stored) in exact.iter().zip(stored) {
-                            let found = (f64::from(*stored) - f64::from(*exact)).abs();
-                            *error = error.max(found);
-                            // 0 of 0 is as it should be; anything of 0 is not.
                             let bound = floor + errors.part * f64::from(exact.abs());
-                            *ratio = ratio.max(if found == 0.0 { 0.0 } else { found / bound });
+                            let judged = error_and_ratio(f64::from(*stored), f64::from(*exact), bound);
+                            (*error, *ratio) = (error.max(judged.0), ratio.max(judged.1));
                         }
                     }
                 }

@@ -33,7 +33,7 @@ pub fn assemble(spec: &CaseSpec, sequences: &[Sequence]) -> Result<Case, SpecErr
     for (seq, s) in sequences.iter().enumerate() {
         let scores = s.q_len as usize * s.kv_len as usize;
         let Modifiers { mask, bias, .. } = spec.modifiers;
-        let bias_heads = bias.map_or(0, |bias| if bias.per_head { heads.q_heads as usize } else { 1 });
+        let bias_heads = bias.map_or(0, |bias| bias.heads(heads.q_heads) as usize);
         for (tensor, found, needed) in [
             ("q", s.q.len(), s.q_len as usize * rows.q),
             ("k", s.k.len(), s.kv_len as usize * rows.k),

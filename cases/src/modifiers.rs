@@ -111,6 +111,13 @@ pub struct Bias {
     pub values: BiasValues,
 }
 
+impl Bias {
+    /// How many of the query heads have numbers of their own.
+    pub(crate) fn heads(&self, q_heads: u32) -> u32 {
+        if self.per_head { q_heads } else { 1 }
+    }
+}
+
 /// The numbers of a bias.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum BiasValues {
@@ -172,7 +179,7 @@ pub(crate) fn mask(mask: Mask, seed: u64, seq: &Seq) -> Vec<bool> {
 pub(crate) fn bias(bias: Bias, seed: u64, q_heads: u32, seq: &Seq) -> Vec<f32> {
     let mut rng = stream(seed, Tag::Bias as u64, seq.q_stream);
     let (q_len, kv_len) = (i64::from(seq.q_len), i64::from(seq.kv_len));
-    let heads = if bias.per_head { q_heads } else { 1 };
+    let heads = bias.heads(q_heads);
     let mut entries = Vec::with_capacity((i64::from(heads) * q_len * kv_len) as usize);
     for _ in 0..heads {
         // By the bits of the distance, for keys before the row and after it.
@@ -228,7 +235,7 @@ pub(crate) fn extras(spec: &CaseSpec, sequences: &[Sequence]) -> Result<CaseExtr
     });
     extras.mask = mask.map(|_| sequences.iter().flat_map(|s| s.mask.iter().flatten().copied()).collect());
     if let Some(bias) = bias {
-        let rows = if bias.per_head { spec.heads.q_heads as usize } else { 1 };
+        let rows = bias.heads(spec.heads.q_heads) as usize;
         let sizes = || sequences.iter().map(|s| s.q_len as usize * s.kv_len as usize);
         let mut values = Vec::with_capacity(rows * sizes().sum::<usize>());
         for row in 0..rows {

@@ -569,7 +569,7 @@ impl WorkLists {
             count("words of masks", lists.mask_words)?;
         }
         if let Some(bias) = extras.bias {
-            let heads = if bias.per_head { layout.geometry().q_heads() } else { 1 };
+            let heads = bias.heads(layout.geometry());
             count("elements of the bias", lists.score_pairs.saturating_mul(heads.into()))?;
         }
         for part in prefixes.iter().flatten() {
