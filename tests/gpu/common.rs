@@ -1,7 +1,7 @@
 //! The adapter, and what every test does with a case.
 
 use std::collections::BTreeMap;
-use std::fmt::Write as _;
+use std::fmt::{self, Write as _};
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, OnceLock, PoisonError};
@@ -396,6 +396,14 @@ impl Tally {
             },
         }
         None
+    }
+
+    /// The same in every variant.
+    pub fn check_every_variant(&mut self, gpu: &Gpu, what: impl fmt::Display, case: &Case, options: &RunOptions) {
+        for variants in gpu.every_variant(case.geometry()) {
+            let options = RunOptions { variants: Some(variants), ..options.clone() };
+            self.check_case(gpu, format!("{what}, {variants}"), case, &options);
+        }
     }
 
     /// Counts as held where nothing differs.

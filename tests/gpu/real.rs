@@ -99,10 +99,8 @@ fn a_language_models_tensors_in_eight_bits() {
             for (what, sequences) in batches {
                 let spec = spec(format!("real/{layer}, {what}, {kv}")).contiguous(Pool::new(16));
                 let case = assemble(&spec, &sequences).unwrap();
-                for variants in gpu.every_variant(case.geometry()) {
-                    let options = RunOptions { kv: Some(kv), variants: Some(variants), ..plain_options(16) };
-                    tally.check_case(gpu, format!("{spec}, {variants}"), &case, &options);
-                }
+                let options = RunOptions { kv: Some(kv), ..plain_options(16) };
+                tally.check_every_variant(gpu, &spec, &case, &options);
             }
         }
     }

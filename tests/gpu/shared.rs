@@ -77,10 +77,7 @@ fn in_every_variant() {
     let mut tally = Tally::new("shared/variants");
     for row in rows(&["chunks-f16", "rows-inside-f16", "odd-f16", "tree-f16"]) {
         let case = row.build().unwrap();
-        for variants in gpu.every_variant(case.geometry()) {
-            let options = RunOptions { variants: Some(variants), ..options(&row) };
-            tally.check_case(gpu, format!("{}, {variants}", row.spec), &case, &options);
-        }
+        tally.check_every_variant(gpu, &row.spec, &case, &options(&row));
     }
     tally.finish();
 }
@@ -122,10 +119,7 @@ fn options_go_by_each_sequence() {
         // Small heads: each choice of options is a compilation of its own.
         let row = SharedSpec { spec: CaseSpec { heads: Heads::new(4, 2, 16), ..spec }, prefixes: row.prefixes.clone() };
         let case = row.build().unwrap();
-        for variants in gpu.every_variant(case.geometry()) {
-            let options = RunOptions { variants: Some(variants), ..options(&row) };
-            tally.check_case(gpu, format!("{}, {variants}", row.spec), &case, &options);
-        }
+        tally.check_every_variant(gpu, &row.spec, &case, &options(&row));
     }
     tally.finish();
 }
@@ -141,10 +135,8 @@ fn stored_in_every_type() {
         let case = row.build().unwrap();
         for (k, v) in [(int8, int8), (fp8, fp8), (int8, f16), (f16, fp8)] {
             let kv = KvDtypes { k, v };
-            for variants in gpu.every_variant(case.geometry()) {
-                let options = RunOptions { kv: Some(kv), variants: Some(variants), ..options(&row) };
-                tally.check_case(gpu, format!("{}, {kv}, {variants}", row.spec), &case, &options);
-            }
+            let options = RunOptions { kv: Some(kv), ..options(&row) };
+            tally.check_every_variant(gpu, format!("{}, {kv}", row.spec), &case, &options);
         }
     }
     tally.finish();

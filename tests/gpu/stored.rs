@@ -8,7 +8,7 @@ use paged_attention_cases::{CaseSpec, Heads, PageOrder, Pool, Sequence, Values, 
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
-use crate::common::{Gpu, Tally, bits, gpu, plain_options, rows_of, run_options};
+use crate::common::{Tally, bits, gpu, plain_options, rows_of, run_options};
 
 /// Prompts, a short chunk, decodes of one split and of several.
 const MIXED: [(u32, u32); 7] = [(40, 70), (1, 600), (33, 33), (3, 90), (1, 1), (1, 45), (0, 20)];
@@ -25,14 +25,6 @@ const PAIRS: [(KvDtypes, Dtype); 6] = [
     (KvDtypes { k: KvDtype::Fp8, v: KvDtype::Int8 }, Dtype::Bf16),
     (KvDtypes { k: KvDtype::F16, v: KvDtype::F32 }, Dtype::Bf16),
 ];
-
-/// Runs and judges a case in every variant.
-fn check(gpu: &Gpu, tally: &mut Tally, what: &str, case: &Case, options: &RunOptions) {
-    for variants in gpu.every_variant(case.geometry()) {
-        let options = RunOptions { variants: Some(variants), ..options.clone() };
-        tally.check_case(gpu, format!("{what}, {variants}"), case, &options);
-    }
-}
 
 #[test]
 fn every_type_in_every_variant() {
@@ -53,7 +45,7 @@ fn every_type_in_every_variant() {
                 (spec.clone().paged(Pool::new(5)), RowOrder::SlotHead),
             ] {
                 let options = RunOptions { kv: Some(kv), order, ..run_options(&spec) };
-                check(gpu, &mut tally, &format!("{spec}, {order:?}"), &build(&spec).unwrap(), &options);
+                tally.check_every_variant(gpu, format!("{spec}, {order:?}"), &build(&spec).unwrap(), &options);
             }
         }
     }
@@ -81,7 +73,7 @@ fn with_every_other_option() {
     let (q, q_indptr, kv) = (plain.q().clone(), plain.q_indptr().to_vec(), plain.kv().clone());
     let case = Case::new(*plain.geometry(), options, q, q_indptr, kv).unwrap().with_extras(extras).unwrap();
     for kv in [INT8, FP8] {
-        check(gpu, &mut tally, &kv.to_string(), &case, &RunOptions { kv: Some(kv), ..run_options(&spec) });
+        tally.check_every_variant(gpu, kv, &case, &RunOptions { kv: Some(kv), ..run_options(&spec) });
     }
     tally.finish();
 }
@@ -103,7 +95,7 @@ fn latent_values() {
     let rotary = Rotary::new(Pairing::Interleaved, 16, 10_000.0).unwrap().from_element(24);
     for (kv, rotary) in [(INT8, None), (FP8, None), (INT8, Some(rotary.clone())), (KvDtype::F16.into(), Some(rotary))] {
         let what = format!("{kv}, rotary {}", rotary.is_some());
-        check(gpu, &mut tally, &what, &case, &RunOptions { kv: Some(kv), rotary, ..run_options(&spec) });
+        tally.check_every_variant(gpu, &what, &case, &RunOptions { kv: Some(kv), rotary, ..run_options(&spec) });
     }
     tally.finish();
 }
@@ -130,7 +122,7 @@ fn rotated_keys() {
         ] {
             let what = format!("{kv}, {:?}", rotary.shape());
             let options = RunOptions { kv: Some(kv), rotary: Some(rotary.clone()), ..run_options(&spec) };
-            check(gpu, &mut tally, &what, &case, &options);
+            tally.check_every_variant(gpu, &what, &case, &options);
         }
     }
     tally.finish();
@@ -162,7 +154,7 @@ fn rows_of_any_size() {
     let case = assemble(&spec, &sequences).unwrap();
     // 1e4 * 100 is past f16.
     for kv in [INT8, FP8, KvDtype::Bf16.into()] {
-        check(gpu, &mut tally, &kv.to_string(), &case, &RunOptions { kv: Some(kv), ..plain_options(16) });
+        tally.check_every_variant(gpu, kv, &case, &RunOptions { kv: Some(kv), ..plain_options(16) });
     }
     tally.finish();
 }
