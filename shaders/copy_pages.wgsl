@@ -1,14 +1,14 @@
-// Copies whole pages of one layer, whatever their type and order, as words.
+// Copies whole pages inside a segment of one layer, whatever their type and order, as words.
 //
 // Grid: copies x LANES vectors of 16 bytes of a page, folded into three axes.
 //
 // Bindings (group 0):
 //   0 params    uniform, `CopyParams`
-//   1 copies    [copies] pairs of page ids: from, to
+//   1 copies    [copies] pairs of pages, counted from the segment's first: from, to
 //   2 workspace its status words
-//   3 kv_pages_N the layer's pages (lib/pages.wgsl)
+//   3 kv_pages_0 the segment's pages (lib/pages.wgsl)
 //
-// Workgroup memory: none. Preconditions, checked by `KvStore::copies`: every page lies in the pool, and no page that one
+// Workgroup memory: none. Preconditions, checked by `KvStore::copies`: every page lies in the segment, and no page that one
 // copy writes is read or written by another.
 
 struct CopyParams {

@@ -1,8 +1,9 @@
 // Merge: folds a row's partial states, in order of their keys, into its result.
 //
 // Grid: one workgroup per (work item, KV head); an item is MERGE_ROWS tile rows of a sequence whose rows have partial
-// states. V_CHUNKS lanes share a row, a chunk of 8 elements each. With SHARED an item names its sources: the shared
-// prefixes around the sequence from the outside in, then the sequence itself (cascade inference; Ye et al. 2024).
+// states. V_CHUNKS lanes share a row, a chunk of 8 elements each. With SOURCES an item names its sources: the shared
+// prefixes around the sequence from the outside in, then the sequence itself (cascade inference; Ye et al. 2024), each with
+// GROUPED once for every group of segments that has pages of it.
 // Folding from the left keeps a row's bits the same however many empty splits follow its last key.
 //
 // Workgroup memory: none. Preconditions: see lib/attention.wgsl; V_CHUNKS <= LANES (`V_HEAD_DIM_MAX`).
@@ -23,7 +24,7 @@ fn merge(
     let chunk = lane % V_CHUNKS;
     if lane / V_CHUNKS < MERGE_ROWS && row < seq.q_len * GROUP {
         var folded = Folded(EMPTY_ROW, ZERO_CHUNK);
-        //if SHARED
+        //if SOURCES
         var at = item.key_begin;
         for (; at < item.key_end; at++) {
             let source = sequence(plan[at]);

@@ -85,6 +85,9 @@ fn prefill(
     // Steps lie at multiples of their size, wherever the keys begin.
     var step = key_begin / STEP_KEYS * STEP_KEYS;
     for (; step < key_end; step += STEP_KEYS) {
+        //if GROUPED
+        var any_here = false;
+        //end
         //each k STEP_KEYS
         if !at.page.exists {
             report_error(ERROR_PAGE_ID);
@@ -99,10 +102,19 @@ fn prefill(
         //if V_SCALED
         let v_scale_$k = value_scale(at.page.id, item.kv_head, at.slot);
         //end
+        //if GROUPED
+        any_here = any_here || is_here(at.page.id);
+        //end
         // The keys after this one, as far as there are any; before the first key there is none either.
         at = advanced(at, step + $ku - key_begin < key_end - key_begin - 1u);
         //end
 
+        //if GROUPED
+        // A step without a key of this dispatch changes nothing.
+        if !any_here {
+            continue;
+        }
+        //end
         //each r ROWS_PER_LANE
         //each k STEP_KEYS
         var s_$r_$k = 0.0;

@@ -9,7 +9,7 @@ use crate::buffers::{self, OutOfMemory};
 use crate::case::AttentionOptions;
 use crate::geometry::{Dtype, HeadGeometry};
 use crate::kernels::{AdapterFacts, BuildError, KernelConfig, KernelId, Kernels, Modifiers, Variants, fold_grid};
-use crate::kv::{KvLayout, NewRows};
+use crate::kv::{KvLayout, NewRows, SegmentGroups};
 use crate::plan::{
     DevicePlan, Dispatch, PARAMS_BYTES, Plan, PlanBuffer, PlanCapacity, PlanError, SharedPrefix, Written,
 };
@@ -85,11 +85,14 @@ pub(crate) fn modifiers(options: &AttentionOptions, extras: &Extras) -> Modifier
         mask: extras.mask,
         bias: extras.bias.map(|bias| bias.dtype),
         shared_prefixes: extras.shared_prefixes,
+        // Of a pool and a device together (`KernelConfig::within`).
+        grouped: false,
     }
 }
 
 impl AttentionConfig {
-    /// What the kernels for this configuration are specialised for, built in the given way.
+    /// What the kernels for this configuration are specialised for, built in the given way, on a device that has bindings for
+    /// all segments of the pool; [`KernelConfig::within`] says what becomes of it on others.
     pub fn kernels(&self, variants: Variants) -> KernelConfig {
         KernelConfig {
             geometry: *self.layout.geometry(),
@@ -299,7 +302,8 @@ impl Workspace {
 #[derive(Clone, Debug)]
 pub struct Call {
     kernels: Kernels,
-    bindings: wgpu::BindGroup,
+    /// For each group of segments.
+    bindings: Vec<wgpu::BindGroup>,
     written: Written,
     axis_max: u32,
 }
@@ -318,7 +322,7 @@ impl Call {
     /// One workgroup of one kernel, whatever the plan has for it. With an empty plan it returns at once: drivers that
     /// compile at the first dispatch do it then.
     pub(crate) fn of_one_workgroup(mut self, kernel: KernelId) -> Self {
-        self.written = Written::new(vec![Dispatch { kernel, groups: 1, block: 0 }]);
+        self.written = Written::new(vec![Dispatch { kernel, groups: 1, block: 0, segment_group: 0 }]);
         self
     }
 }
@@ -373,7 +377,7 @@ impl Attention {
     /// # Errors
     /// [`BuildError::OtherConfig`] if they were compiled for other dimensions or types.
     pub fn with_kernels(kernels: Kernels, config: &AttentionConfig) -> Result<Self, BuildError> {
-        let needed = config.kernels(kernels.config().variants);
+        let needed = config.kernels(kernels.config().variants).bound_as(kernels.config());
         if kernels.config().pipeline_key() != needed.pipeline_key() {
             return Err(BuildError::OtherConfig { found: Box::new(*kernels.config()), needed: Box::new(needed) });
         }
@@ -383,6 +387,11 @@ impl Attention {
     /// The configuration.
     pub fn config(&self) -> &AttentionConfig {
         &self.config
+    }
+
+    /// The pool's segments, as the kernels bind them.
+    pub(crate) fn groups(&self) -> SegmentGroups {
+        SegmentGroups::new(&self.config.layout, self.kernels.config().segments)
     }
 
     /// The compiled kernels.
@@ -433,11 +442,11 @@ impl Attention {
         prefixes: &[SharedPrefix],
         mask: Option<&[bool]>,
     ) -> Result<Plan, PlanError> {
-        let AttentionConfig { layout, options, extras, .. } = &self.config;
+        let AttentionConfig { options, extras, .. } = &self.config;
         if extras.mask != mask.is_some() {
             return Err(PlanError::MaskGiven { given: mask.is_some() });
         }
-        Plan::new(batch, layout, options, extras, &self.kernels.config().tiles(), prefixes, mask)
+        Plan::new(batch, &self.groups(), options, extras, &self.kernels.config().tiles(), prefixes, mask)
     }
 
     /// Binds a plan to one layer's buffers. A call stays valid as long as its buffers and may be recorded any
@@ -452,10 +461,14 @@ impl Attention {
         io: AttentionIo<'_>,
         workspace: &Workspace,
     ) -> Result<Call, BindError> {
-        if plan.layout != self.config.layout {
+        let groups = self.groups();
+        if plan.groups.layout() != groups.layout() {
             return Err(BindError::OtherLayout);
         }
-        if plan.tiles != self.kernels.config().tiles() || plan.extras.of_plan() != self.config.extras.of_plan() {
+        if plan.groups != groups
+            || plan.tiles != self.kernels.config().tiles()
+            || plan.extras.of_plan() != self.config.extras.of_plan()
+        {
             return Err(BindError::OtherKernels);
         }
         let PlanCapacity { total_q, score_pairs, workspace_bytes, .. } = plan.capacity;
@@ -490,17 +503,16 @@ impl Attention {
         entries.extend(page_entries(&self.config.layout, io.kv)?);
         let bindings = storage_bindings(&limits, &entries, &["out", "lse", "workspace"])?;
         check_grids(&plan.buffer, &plan.written)?;
-        let resources = std::iter::once(plan.buffer.params()).chain(bindings);
         Ok(Call {
             kernels: self.kernels.clone(),
-            bindings: bind_group(device, self.kernels.attention_layout(), resources),
+            bindings: bind_groups(device, self.kernels.attention_layout(), plan.buffer.params(), &bindings, &groups),
             written: plan.written.clone(),
             axis_max: limits.max_compute_workgroups_per_dimension,
         })
     }
 
-    /// Records the call, with the kernels that it was bound for: one dispatch per slice of the plan that was written last,
-    /// which is one per kernel unless the plan was cut. Creates nothing, submits nothing.
+    /// Records the call, with the kernels that it was bound for: one dispatch per slice of the plan that was written last
+    /// ([`Plan::slices`]). Creates nothing, submits nothing.
     pub fn encode(&self, pass: &mut wgpu::ComputePass<'_>, call: &Call) {
         self.encode_slices(pass, call, 0..usize::MAX);
     }
@@ -509,11 +521,12 @@ impl Attention {
     /// [`Plan::slices`], in as many submits as wanted, with the same plan.
     pub fn encode_slices(&self, pass: &mut wgpu::ComputePass<'_>, call: &Call, slices: Range<usize>) {
         let dispatches = call.written.dispatches();
-        for Dispatch { kernel, groups, block } in dispatches.iter().take(slices.end).skip(slices.start) {
+        for Dispatch { kernel, groups, block, segment_group } in dispatches.iter().take(slices.end).skip(slices.start) {
             // What was written or bound has passed `check_grid`.
-            if let Some([x, y, z]) = fold_grid(*groups, call.axis_max) {
+            let bindings = call.bindings.get(*segment_group as usize);
+            if let (Some([x, y, z]), Some(bindings)) = (fold_grid(*groups, call.axis_max), bindings) {
                 pass.set_pipeline(call.kernels.pipeline(*kernel));
-                pass.set_bind_group(0, &call.bindings, &[block * PARAMS_BYTES as u32]);
+                pass.set_bind_group(0, bindings, &[block * PARAMS_BYTES as u32]);
                 pass.dispatch_workgroups(x, y, z);
             }
         }
@@ -585,6 +598,25 @@ pub(crate) fn check_grids(buffer: &PlanBuffer, written: &Written) -> Result<(), 
         buffer.check_grid(needed).map_err(|axis_max| BindError::TooManyWorkgroups { kernel, needed, axis_max })?;
     }
     Ok(())
+}
+
+/// A bind group for each group of a pool's segments, which are the last of `bindings`.
+pub(crate) fn bind_groups(
+    device: &wgpu::Device,
+    layout: &wgpu::BindGroupLayout,
+    params: wgpu::BufferBinding<'_>,
+    bindings: &[wgpu::BufferBinding<'_>],
+    groups: &SegmentGroups,
+) -> Vec<wgpu::BindGroup> {
+    let segments = groups.layout().segments().get() as usize;
+    let (others, pages) = bindings.split_at(bindings.len().saturating_sub(segments));
+    let bound = |group: u32| {
+        let segments = groups.segments(group);
+        let pages = pages.get(segments.start as usize..segments.end as usize).unwrap_or_default();
+        let resources = std::iter::once(&params).chain(others).chain(pages).cloned();
+        bind_group(device, layout, resources)
+    };
+    (0..groups.count()).map(bound).collect()
 }
 
 pub(crate) fn bind_group<'a>(

@@ -82,7 +82,12 @@ pub(crate) fn self_test(runner: &mut Runner, config: &KernelConfig) -> Result<()
     let case = case(config)?;
     let page_size = PageSize::new(7).map_err(CaseError::from)?;
     let pages = case.lengths().iter().map(|(_, kv_len)| page_size.pages_for(*kv_len)).sum();
-    let (segment_pages, page_ids) = segmented(pages, config.segments);
+    // Where a dispatch does not bind them all: three groups, of which the last has segments of the one before.
+    let segments = match config.modifiers.grouped {
+        true => config.segments.saturating_mul(NonZeroU32::MIN.saturating_add(1)).saturating_add(1),
+        false => config.segments,
+    };
+    let (segment_pages, page_ids) = segmented(pages, segments);
     let options = RunOptions {
         segment_pages: Some(segment_pages),
         page_ids: Some(page_ids),
@@ -281,7 +286,7 @@ mod tests {
         let whole = case(&config).unwrap();
         let reference = dense(&whole);
         let narrow = |values: &[f64]| values.iter().map(|x| *x as f32).collect();
-        let chains = Chains { dot: 8, accumulate: 300, step_keys: 1, scaled: false };
+        let chains = Chains { dot: 8, accumulate: 300, step_keys: 1, scaled: false, order: Vec::new() };
         let output = Output {
             stored: None,
             out: narrow(&reference.out),

@@ -168,7 +168,7 @@ pub fn verify(case: &Case, computed: &Computed<'_>) -> Result<Report, VerifyErro
         let out = computed.out.get(at * dims..(at + 1) * dims)?;
         let lse = *computed.lse.get(at)?;
         dense.attend(&task);
-        bound.fill(&task, dense, *computed.chains.get(task.seq)?, computed.out_dtype);
+        bound.fill(&task, dense, computed.chains.get(task.seq)?, computed.out_dtype);
         let mut verdict = Verdict::default();
         for (dim, ((found, expected), bound)) in out.iter().zip(&dense.out).zip(&bound.out).enumerate() {
             verdict.judge(Quantity::Out, (row, head, Some(dim)), f64::from(*found), *expected, *bound);

@@ -23,7 +23,7 @@ struct Switch {
     turn_off: fn(&mut KernelConfig),
 }
 
-const SWITCHES: [Switch; 10] = [
+const SWITCHES: [Switch; 11] = [
     Switch {
         name: "window",
         words: &["reach_left", "first_visible", "row.begin"],
@@ -80,6 +80,11 @@ const SWITCHES: [Switch; 10] = [
         turn_off: |config| config.new_rows.rotary = None,
     },
     Switch { name: "segments", words: &["kv_pages_1"], turn_off: |config| config.segments = NonZeroU32::MIN },
+    Switch {
+        name: "groups of segments",
+        words: &["is_here", "any_here", "first_page", "entries"],
+        turn_off: |config| config.modifiers.grouped = false,
+    },
 ];
 
 /// What several options have in common, and nothing else.
@@ -104,6 +109,7 @@ fn all_on(variants: Variants) -> KernelConfig {
             mask: true,
             bias: Some(Dtype::F32),
             shared_prefixes: true,
+            grouped: true,
         },
         segments: NonZeroU32::MIN.saturating_add(1),
         variants,

@@ -43,13 +43,13 @@ struct Variant {
 /// What it is made from.
 enum Source {
     Kernel(KernelId, Box<KernelConfig>),
-    CopyPages(NonZeroU32),
+    CopyPages,
 }
 
 impl Variant {
     fn new(kernel: KernelId, config: KernelConfig) -> Self {
         let KernelConfig { geometry, q, kv, new_rows, out, modifiers, segments, variants } = config;
-        let Modifiers { window_left, softcap, alibi, sinks, mask, bias, shared_prefixes } = modifiers;
+        let Modifiers { window_left, softcap, alibi, sinks, mask, bias, shared_prefixes, grouped } = modifiers;
         let modifiers: String = [
             (window_left, "-window"),
             (softcap, "-softcap"),
@@ -58,6 +58,7 @@ impl Variant {
             (mask, "-mask"),
             (bias.is_some(), "-bias"),
             (shared_prefixes, "-shared"),
+            (grouped, "-grouped"),
         ]
         .into_iter()
         .filter_map(|(on, name)| on.then_some(name))
@@ -86,18 +87,17 @@ impl Variant {
         }
     }
 
-    /// The kernel that copies pages in so many segments.
-    fn copy_pages(segments: u32) -> Self {
-        let (entry_point, name) = ("copy_pages", format!("copy_pages-g1-any-q_f32-{segments}"));
-        let source = Source::CopyPages(NonZeroU32::new(segments).expect("segments"));
-        let storage_buffers = 2 + segments;
+    /// The kernel that copies pages.
+    fn copy_pages() -> Self {
+        let (entry_point, name) = ("copy_pages", "copy_pages-g1-any-q_f32".into());
+        let (source, storage_buffers) = (Source::CopyPages, 3);
         Self { source, entry_point, name, subgroup: 0, workgroup_bytes: 0, storage_buffers, lanes: LANES }
     }
 
     fn wgsl(&self) -> Result<String, String> {
         match &self.source {
             Source::Kernel(kernel, config) => kernel.wgsl(config),
-            Source::CopyPages(segments) => copy_pages_wgsl(*segments),
+            Source::CopyPages => copy_pages_wgsl(),
         }
         .map_err(|error| error.to_string())
     }
@@ -139,17 +139,18 @@ fn variants() -> Vec<Variant> {
     all.extend(alternatives());
     all.extend(modified());
     all.extend(stored());
-    all.extend([1, 2, 6].map(Variant::copy_pages));
+    all.push(Variant::copy_pages());
     all.extend(segmented());
     all
 }
 
 /// Pools in several segments, in every variant: keys and values with and without scales, and both appends. WebGPU's eight
-/// storage buffers leave three to the pool, or two beside numbers per head.
+/// storage buffers leave three to the pool, or two beside numbers per head; of a pool that has more, a dispatch has so many.
 fn segmented() -> Vec<Variant> {
     let plain = HeadGeometry::new(8, 2, 64).expect("a legal geometry");
     let latent = HeadGeometry::latent(16, 576, 512).expect("a legal geometry");
     let heads = Modifiers { alibi: true, ..Modifiers::NONE };
+    let grouped = Modifiers { grouped: true, ..Modifiers::NONE };
     let f16 = KvDtype::F16;
     [
         (plain, KvDtypes { k: f16, v: f16 }, Modifiers::NONE, 3),
@@ -157,6 +158,9 @@ fn segmented() -> Vec<Variant> {
         (plain, KvDtypes { k: KvDtype::Int8, v: f16 }, Modifiers::NONE, 3),
         (plain, KvDtypes { k: KvDtype::Fp8, v: KvDtype::Int8 }, Modifiers::NONE, 2),
         (latent, KvDtypes { k: f16, v: f16 }, Modifiers::NONE, 2),
+        (plain, KvDtypes { k: f16, v: f16 }, grouped, 3),
+        (plain, KvDtypes { k: KvDtype::Int8, v: f16 }, grouped, 1),
+        (plain, KvDtypes { k: f16, v: f16 }, Modifiers { shared_prefixes: true, mask: true, ..grouped }, 1),
     ]
     .into_iter()
     .flat_map(|(geometry, kv, modifiers, segments)| {
@@ -180,6 +184,8 @@ fn modified() -> Vec<Variant> {
         mask: true,
         bias: Some(Dtype::F16),
         shared_prefixes: true,
+        // Of pools in segments.
+        grouped: false,
     };
     let each = [
         Modifiers { window_left: true, ..none },
@@ -479,7 +485,7 @@ fn every_shader_file_is_part_of_a_kernel_and_begins_with_its_purpose() {
     let converts = KernelConfig { kv: KvDtype::Int8.into(), ..config };
     let kernels = [config, converts].into_iter().flat_map(|config| KernelId::ALL.map(|kernel| (kernel, config)));
     let sources = kernels.map(|(kernel, config)| kernel.wgsl(&config).expect("the kernel expands"));
-    let sources: Vec<String> = sources.chain([copy_pages_wgsl(NonZeroU32::MIN).expect("the kernel expands")]).collect();
+    let sources: Vec<String> = sources.chain([copy_pages_wgsl().expect("the kernel expands")]).collect();
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("shaders");
     let mut files = 0;
     for folder in [root.clone(), root.join("lib")] {

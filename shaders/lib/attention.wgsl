@@ -50,6 +50,9 @@ struct Params {
     merge_groups: u32,
     // The first of the kernel's workgroups, where its work was cut into several dispatches.
     first_group: u32,
+    // Where a dispatch does not bind all segments of the pool: the pages whose keys it takes.
+    first_page: u32,
+    pages: u32,
 }
 
 const UNLIMITED = 0xffffffffu;
@@ -123,7 +126,7 @@ struct WorkItem {
     sequence: u32,
     // First tile row of the item: rows are (token, query head of the group).
     first_row: u32,
-    // Keys `key_begin .. key_end`. A merge has its sources there instead, as far as SHARED.
+    // Keys `key_begin .. key_end`. A merge has its sources there instead, as far as SOURCES.
     key_begin: u32,
     key_end: u32,
     kv_head: u32,
@@ -209,6 +212,13 @@ struct Page {
 fn checked_page(id: u32) -> Page {
     return Page(id, id < params.page_count);
 }
+
+//if GROUPED
+// Whether the keys of a page are this dispatch's. The others' are hidden here, and taken by another one; the merge joins them.
+fn is_here(id: u32) -> bool {
+    return id - params.first_page < params.pages;
+}
+//end
 
 // Walks the keys of a sequence in order: one look into the page table per page, and no division.
 struct Cursor {

@@ -1,6 +1,8 @@
 // The pages of the pool: in one binding, or in SEGMENTS of them, the last ones of the kernel. Each has the same number of whole
 // pages, the last one as many as are left. What `row_offset` says counts through all of them, in vectors of 16 bytes; or in
 // words, for the kernel that writes single words.
+// Where the pool has more segments than a dispatch binds (GROUPED), offsets count from the first of those, and what lies in
+// none of them is read as zeros, and not written.
 
 //if PAGES_IN_WORDS
 alias PageUnit = u32;

@@ -2,7 +2,7 @@
 //
 // In this order (natural units; the kernels keep scores in units of log2):
 //   s = scale * q . k;  s = softcap * tanh(s / softcap);  s += slope * (key - position);  s += bias
-// A key is hidden by the causal mask or window, by the mask, or by a bias of -inf.
+// A key is hidden by the causal mask or window, by the mask, or by a bias of -inf; or because another dispatch takes it.
 
 // What a row's scores need to know of the row.
 struct ScoreRow {
@@ -10,6 +10,10 @@ struct ScoreRow {
     end: u32,
     //if BEGIN
     begin: u32,
+    //end
+    //if GROUPED
+    // First entry of the page table in `plan`.
+    entries: u32,
     //end
     //if ALIBI
     position: i32,
@@ -60,6 +64,9 @@ fn score_row(seq: Sequence, item: WorkItem, row: u32) -> ScoreRow {
         first_visible(own, token),
         //end
         //end
+        //if GROUPED
+        params.page_ids + seq.page_begin,
+        //end
         //if ALIBI
         i32(own.kv_len + token) - i32(own.q_len),
         heads[head].x * LOG2_E,
@@ -80,6 +87,9 @@ fn scored(row: ScoreRow, key: u32, s: f32) -> Score {
     var visible = key < row.end;
     //if BEGIN
     visible = visible && key >= row.begin;
+    //end
+    //if GROUPED
+    visible = visible && is_here(plan[row.entries + key / params.page_size]);
     //end
     //if MASK
     if row.tested {

@@ -8,7 +8,7 @@ use crate::batch::Batch;
 use crate::case::AttentionOptions;
 use crate::geometry::{Dtype, HeadGeometry, PageSize};
 use crate::kernels::{AdapterFacts, Variants};
-use crate::kv::{AppendPlan, KvLayout};
+use crate::kv::{AppendPlan, KvLayout, SegmentGroups};
 use crate::plan::Plan;
 
 fn page(tokens: u32) -> PageSize {
@@ -212,7 +212,9 @@ fn planned(config: &MemoryConfig, seqs: &[(u32, u32)]) -> Parts {
     let geometry = attention.layout.geometry();
     let layout = attention.layout.with_pages(page_size, page_count).unwrap();
     let tiles = attention.kernels(config.variants).tiles();
-    let plan = Plan::new(&batch, &layout, &attention.options, &attention.extras, &tiles, &[], None).unwrap();
+    let plan =
+        Plan::new(&batch, &SegmentGroups::whole(&layout), &attention.options, &attention.extras, &tiles, &[], None)
+            .unwrap();
     let append = AppendPlan::new(&layout, &batch).unwrap();
     assert_eq!(append.tokens(), batch.total_q());
     let rows = attention.buffer_bytes(batch.total_q());

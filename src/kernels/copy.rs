@@ -1,6 +1,4 @@
-//! The kernel that copies pages: it depends on nothing but the number of their segments.
-
-use std::num::NonZeroU32;
+//! The kernel that copies pages inside a segment: it depends on nothing.
 
 use super::Access::{Read, Uniform, Write};
 use super::{BuildError, LANES, Need, layout, pipeline, source};
@@ -12,17 +10,17 @@ const NAME: &str = "copy_pages";
 /// Storage buffers that it binds before the pages: the copies, the status words.
 const OTHER_STORAGE_BUFFERS: u32 = 2;
 
-/// The whole WGSL module of the kernel that copies pages, `copy_pages`, for pages in so many segments.
+/// The whole WGSL module of the kernel that copies pages, `copy_pages`.
 ///
 /// # Errors
 /// [`BuildError::Template`] where the file is not of the form that the host expects.
-pub fn copy_pages_wgsl(segments: NonZeroU32) -> Result<String, BuildError> {
+pub fn copy_pages_wgsl() -> Result<String, BuildError> {
     let constants = [
         ("LANES", LANES),
         ("STATUS_WORDS", STATUS_WORDS),
         ("KV_BINDING", OTHER_STORAGE_BUFFERS + 1),
-        ("SEGMENTS", segments.get()),
-        ("SEGMENTED", (segments.get() > 1).into()),
+        ("SEGMENTS", 1),
+        ("SEGMENTED", 0),
         ("WRITES_PAGES", 1),
         ("PAGES_IN_WORDS", 0),
     ];
@@ -46,18 +44,17 @@ impl CopyKernel {
     ///
     /// # Errors
     /// [`BuildError`].
-    pub async fn new(device: &wgpu::Device, segments: NonZeroU32, edits: &[(&str, &str)]) -> Result<Self, BuildError> {
-        let storage_buffers = OTHER_STORAGE_BUFFERS.saturating_add(segments.get());
+    pub async fn new(device: &wgpu::Device, edits: &[(&str, &str)]) -> Result<Self, BuildError> {
+        let storage_buffers = OTHER_STORAGE_BUFFERS + 1;
         Need { workgroup_bytes: 0, lanes: LANES, storage_buffers }.check(&device.limits(), NAME)?;
-        let mut wgsl = copy_pages_wgsl(segments)?;
+        let mut wgsl = copy_pages_wgsl()?;
         for (from, to) in edits {
             if !wgsl.contains(from) {
                 return Err(BuildError::Edit { kernel: NAME, from: (*from).into() });
             }
             wgsl = wgsl.replace(from, to);
         }
-        let accesses: Vec<_> = [Uniform, Read, Write].into_iter().chain((0..segments.get()).map(|_| Write)).collect();
-        let layout = layout(device, NAME, &accesses);
+        let layout = layout(device, NAME, &[Uniform, Read, Write, Write]);
         Ok(Self { pipeline: pipeline(device, NAME, wgsl, &layout).await?, layout })
     }
 }

@@ -49,14 +49,14 @@ pub struct KernelConfig {
     pub out: Dtype,
     /// What happens to scores besides the scale.
     pub modifiers: Modifiers,
-    /// Bindings that the pool lies in ([`crate::KvLayout::segments`]).
+    /// Segments of the pool ([`crate::KvLayout::segments`]); of a pool in several groups, those that a dispatch binds.
     pub segments: NonZeroU32,
     /// How they are built.
     pub variants: Variants,
 }
 
-/// What happens to scores besides the scale and the causal mask, and whether keys are shared. Compiled in, so that what is
-/// off costs nothing.
+/// What happens to scores besides the scale and the causal mask, whether keys are shared, and whether some lie out of reach.
+/// Compiled in, so that what is off costs nothing.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Modifiers {
     /// A window that ends on the left.
@@ -73,6 +73,8 @@ pub struct Modifiers {
     pub bias: Option<Dtype>,
     /// Prefixes that sequences share.
     pub shared_prefixes: bool,
+    /// A pool in more segments than a dispatch binds: the keys of the others are left to other dispatches.
+    pub grouped: bool,
 }
 
 impl Modifiers {
@@ -85,6 +87,7 @@ impl Modifiers {
         mask: false,
         bias: None,
         shared_prefixes: false,
+        grouped: false,
     };
 
     /// Options and extras that ask for these modifiers.
@@ -95,6 +98,11 @@ impl Modifiers {
         let bias = self.bias.map(|dtype| Bias { dtype, per_head: false });
         let Self { alibi: alibi_slopes, sinks, mask, shared_prefixes, .. } = *self;
         (options, Extras { alibi_slopes, sinks, mask, bias, shared_prefixes })
+    }
+
+    /// Whether merges name what they fold.
+    pub(crate) fn names_sources(&self) -> bool {
+        self.shared_prefixes || self.grouped
     }
 
     /// Whether there are numbers per query head.
@@ -137,6 +145,35 @@ impl KernelConfig {
         KernelShape { geometry: geometry.of_one_kv_head(), q, kv: kv.of(&geometry), out }
     }
 
+    /// The same on a device with these limits: where the pool has more segments than there are bindings, a dispatch binds as
+    /// many as fit ([`Modifiers::grouped`]). [`Kernels`] and [`crate::Runner`] do it themselves.
+    #[must_use]
+    pub fn within(self, limits: &wgpu::Limits) -> Self {
+        let others = KernelId::ALL.into_iter().map(|kernel| kernel.other_storage_buffers(&self)).max().unwrap_or(0);
+        // One more binding is of the parameters.
+        let bindings = limits.max_bindings_per_bind_group.saturating_sub(1);
+        let fit = limits.max_storage_buffers_per_shader_stage.min(bindings).saturating_sub(others);
+        self.binding(NonZeroU32::new(fit).unwrap_or(NonZeroU32::MIN))
+    }
+
+    /// The same with at most so many segments in a dispatch.
+    fn binding(self, most: NonZeroU32) -> Self {
+        if self.segments <= most {
+            return self;
+        }
+        Self { segments: most, modifiers: Modifiers { grouped: true, ..self.modifiers }, ..self }
+    }
+
+    /// The same for kernels that were built with `built`, which bind no more segments than that.
+    pub(crate) fn bound_as(self, built: &Self) -> Self {
+        if built.modifiers.grouped { self.binding(built.segments) } else { self }
+    }
+
+    /// Whether pools in so many segments are what it is for.
+    pub(crate) fn serves(&self, segments: NonZeroU32) -> bool {
+        if self.modifiers.grouped { segments > self.segments } else { segments == self.segments }
+    }
+
     /// Equal for two configurations exactly if the same pipelines serve both.
     pub fn pipeline_key(&self) -> PipelineKey {
         (self.shape(), self.new_rows, self.modifiers, self.segments, self.variants)
@@ -166,7 +203,11 @@ impl KernelConfig {
 impl fmt::Display for KernelConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} {}", self.shape(), self.variants)?;
-        if self.segments.get() > 1 { write!(f, " segments={}", self.segments) } else { Ok(()) }
+        match (self.segments.get(), self.modifiers.grouped) {
+            (1, false) => Ok(()),
+            (segments, false) => write!(f, " segments={segments}"),
+            (segments, true) => write!(f, " segments={segments} of more"),
+        }
     }
 }
 
@@ -194,23 +235,6 @@ pub enum BuildError {
         found: u64,
         /// What the kernel needs.
         needed: u64,
-    },
-    /// The pool lies in more segments than the device has bindings for.
-    #[error(
-        "kernel `{kernel}` needs {needed} storage buffers for a pool in {segments} segments; the device allows {found}, \
-         and so at most {fit} segments"
-    )]
-    Segments {
-        /// The kernel's name.
-        kernel: &'static str,
-        /// Segments of the pool.
-        segments: u32,
-        /// The most segments that the kernel could have.
-        fit: u32,
-        /// The device's `max_storage_buffers_per_shader_stage`.
-        found: u32,
-        /// Storage buffers that the kernel needs.
-        needed: u32,
     },
     /// A shader file's template is broken: a fault of this crate.
     #[error("kernel `{kernel}`: {message}")]
@@ -304,7 +328,7 @@ impl Layouts {
         };
         Self {
             attention: with_pages(vec![Blocks, Read, Read, Write, Write, Write], KernelId::Prefill, Read),
-            append: with_pages(vec![Uniform, Read, Read, Read, Write], KernelId::Append, Write),
+            append: with_pages(vec![Blocks, Read, Read, Read, Write], KernelId::Append, Write),
         }
     }
 
@@ -317,7 +341,7 @@ impl Layouts {
 }
 
 impl Kernels {
-    /// Compiles the kernels for `config` on `device`.
+    /// Compiles the kernels for `config` ([`KernelConfig::within`] its limits) on `device`.
     ///
     /// Uses validation error scopes of the calling thread; waits for the device to answer them.
     ///
@@ -333,13 +357,14 @@ impl Kernels {
         config: &KernelConfig,
         edits: &[SourceEdit],
     ) -> Result<Self, BuildError> {
+        let config = &config.within(&device.limits());
         let make = async |kernel: KernelId, layouts: &Layouts| {
             pipeline(device, kernel.entry_point(), edited(kernel, config, edits)?, layouts.of(kernel)).await
         };
         Self::assemble(device, config, make).await
     }
 
-    /// Kernels of pipelines that `make` hands out, once `config` is found to suit the device.
+    /// Kernels of pipelines that `make` hands out, once `config`, which is within the device's limits, is found to suit it.
     pub(crate) async fn assemble<E: From<BuildError>>(
         device: &wgpu::Device,
         config: &KernelConfig,
@@ -394,7 +419,6 @@ fn check(device: &wgpu::Device, config: &KernelConfig) -> Result<(), BuildError>
         if subgroup > 0 && !device.features().contains(wgpu::Features::SUBGROUP) {
             return Err(BuildError::Subgroups { kernel: kernel.entry_point(), subgroup });
         }
-        check_segments(&device.limits(), kernel, config)?;
         let need = Need {
             workgroup_bytes: kernel.workgroup_bytes(config),
             lanes: kernel.lanes(config),
@@ -403,21 +427,6 @@ fn check(device: &wgpu::Device, config: &KernelConfig) -> Result<(), BuildError>
         need.check(&device.limits(), kernel.entry_point())?;
     }
     Ok(())
-}
-
-/// Says how many segments there could be. A kernel that could not even have one wants another device, not another pool.
-fn check_segments(limits: &wgpu::Limits, kernel: KernelId, config: &KernelConfig) -> Result<(), BuildError> {
-    let (found, needed) = (limits.max_storage_buffers_per_shader_stage, kernel.storage_buffers(config));
-    match found.checked_sub(kernel.other_storage_buffers(config)) {
-        Some(fit) if (1..config.segments.get()).contains(&fit) => Err(BuildError::Segments {
-            kernel: kernel.entry_point(),
-            segments: config.segments.get(),
-            fit,
-            found,
-            needed,
-        }),
-        _ => Ok(()),
-    }
 }
 
 /// What a kernel needs of a device.

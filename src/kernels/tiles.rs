@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::variant::{DecodeVariant, PrefillVariant, Variants};
-use crate::chains::Chains;
+use crate::chains::{Chains, gcd};
 use crate::geometry::{HeadGeometry, ROW_ALIGN, padded_dim};
 
 /// Invocations per workgroup of the kernels without variants, and of the decode kernel without subgroups.
@@ -185,7 +185,7 @@ impl Tiles {
         }
         // A merge multiplies and adds.
         let merges = if states > 1 { 2 * states + 1 } else { 0 };
-        Chains { dot, step_keys, accumulate: accumulate + merges, scaled: false }
+        Chains { dot, step_keys, accumulate: accumulate + merges, scaled: false, order: Vec::new() }
     }
 }
 
@@ -202,8 +202,4 @@ pub struct Pass {
     pub split_keys: u32,
     /// The splits that hold keys which are seen, at least one; split `i` begins at key `i * split_keys`.
     pub splits: Range<u32>,
-}
-
-fn gcd(a: u32, b: u32) -> u32 {
-    if b == 0 { a } else { gcd(b, a % b) }
 }

@@ -4,13 +4,14 @@ use bytemuck::{Pod, Zeroable};
 use thiserror::Error;
 
 use super::dtypes::KvDtypes;
+use super::groups::SegmentGroups;
 use super::layout::{KvLayout, RowLayout, VECTOR_BYTES};
 use super::rotary::{Rotary, RotaryError, RotaryShape};
-use crate::attention::{BindError, STATUS_ROOM, Workspace, bind_group, check_grids, page_entries, storage_bindings};
+use crate::attention::{BindError, STATUS_ROOM, Workspace, bind_groups, check_grids, page_entries, storage_bindings};
 use crate::batch::{Batch, BatchError, NO_PAGE};
 use crate::geometry::{Dtype, HeadGeometry};
 use crate::kernels::{KernelConfig, KernelId, Kernels, LANES, append_row_lanes, fold_grid};
-use crate::plan::{Dispatch, PlanBuffer, UploadError, WriteError, Written, plan_buffer_bytes};
+use crate::plan::{Dispatch, PARAMS_BYTES, PlanBuffer, UploadError, WriteError, Written, blocks_of, plan_buffer_bytes};
 
 /// Rows that cannot be appended. Nothing was written.
 #[derive(Clone, Debug, PartialEq, Error)]
@@ -232,17 +233,27 @@ impl AppendPlan {
 
     /// What is recorded.
     fn dispatches(&self) -> Vec<Dispatch> {
-        let dispatch = Dispatch { kernel: KernelId::Append, groups: self.params.groups, block: 0 };
+        let dispatch = Dispatch { kernel: KernelId::Append, groups: self.params.groups, block: 0, segment_group: 0 };
         if dispatch.groups > 0 { vec![dispatch] } else { Vec::new() }
     }
 
     /// Bytes of the append's device buffer.
     pub fn device_bytes(&self) -> u64 {
-        append_buffer_bytes(&self.rows, self.params.tokens)
+        plan_buffer_bytes(self.layout.segments().get(), append_words(&self.rows, self.params.tokens))
+    }
+
+    /// Parameters for each segment that a dispatch may bind first.
+    fn blocks(&self) -> Vec<u8> {
+        let params = |segment: u32| {
+            let [k_rows, v_rows, k_scales, v_scales] =
+                self.layout.strides().map(|rows| rows.from_page(segment * self.layout.segment_pages()));
+            AppendParams { k_rows, v_rows, k_scales, v_scales, ..self.params }
+        };
+        blocks_of((0..self.layout.segments().get()).map(params))
     }
 }
 
-/// Bytes of the device buffer of an append of `tokens` tokens.
+/// Bytes of the device buffer of an append of `tokens` tokens to a pool in one segment.
 pub(crate) fn append_buffer_bytes(rows: &NewRows, tokens: u32) -> u64 {
     plan_buffer_bytes(1, append_words(rows, tokens))
 }
@@ -313,7 +324,8 @@ pub struct AppendSource<'a> {
 #[derive(Clone, Debug)]
 pub struct AppendCall {
     pipeline: wgpu::ComputePipeline,
-    bindings: wgpu::BindGroup,
+    /// For each group of segments, and the offset of its parameters.
+    bindings: Vec<(wgpu::BindGroup, u32)>,
     written: Written,
     axis_max: u32,
 }
@@ -337,7 +349,7 @@ impl Append {
     /// [`UploadError`] where the device allows no buffer of that size, has no memory, or is lost.
     pub fn upload(device: &wgpu::Device, plan: &AppendPlan) -> Result<Self, UploadError> {
         let words = bytemuck::cast_slice(&plan.words);
-        let buffer = PlanBuffer::filled(device, "append plan", bytemuck::bytes_of(&plan.params), words)?;
+        let buffer = PlanBuffer::filled(device, "append plan", &plan.blocks(), words)?;
         let AppendPlan { source, rows, layout, .. } = *plan;
         let written = Written::new(plan.dispatches());
         Ok(Self { buffer, tokens: plan.params.tokens, source, rows, layout, written })
@@ -357,7 +369,7 @@ impl Append {
         tokens: u32,
     ) -> Result<Self, AppendError> {
         let source = SourceVectors::new(layout, rows, tokens)?;
-        let buffer = PlanBuffer::new(device, "append plan", 1, append_words(rows, tokens))?;
+        let buffer = PlanBuffer::new(device, "append plan", layout.segments().get(), append_words(rows, tokens))?;
         Ok(Self { buffer, tokens, source, rows: *rows, layout: *layout, written: Written::default() })
     }
 
@@ -379,9 +391,9 @@ impl Append {
         if found < needed {
             return Err(WriteError::Capacity { what: "new tokens", found, needed });
         }
-        let (params, words) = (bytemuck::bytes_of(&plan.params), bytemuck::cast_slice(&plan.words));
+        let words = bytemuck::cast_slice(&plan.words);
         let dispatches = plan.dispatches();
-        self.buffer.write(belt, encoder, params, words, &dispatches)?;
+        self.buffer.write(belt, encoder, &plan.blocks(), words, &dispatches)?;
         *self.written.dispatches() = dispatches;
         Ok(())
     }
@@ -416,10 +428,12 @@ impl Append {
         entries.extend(page_entries(&self.layout, source.kv)?);
         let bindings = storage_bindings(&limits, &entries, &["kv", "workspace"])?;
         check_grids(&self.buffer, &self.written)?;
-        let resources = std::iter::once(self.buffer.params()).chain(bindings);
+        let groups = SegmentGroups::new(&self.layout, kernels.config().segments);
+        let bound = bind_groups(device, kernels.append_layout(), self.buffer.params(), &bindings, &groups);
+        let offsets = (0..groups.count()).map(|group| groups.segments(group).start * PARAMS_BYTES as u32);
         Ok(AppendCall {
             pipeline: kernels.pipeline(KernelId::Append).clone(),
-            bindings: bind_group(device, kernels.append_layout(), resources),
+            bindings: bound.into_iter().zip(offsets).collect(),
             written: self.written.clone(),
             axis_max: limits.max_compute_workgroups_per_dimension,
         })
@@ -430,7 +444,7 @@ impl Append {
     fn check_kernels(&self, config: &KernelConfig) -> Result<(), BindError> {
         let KernelConfig { geometry, kv, new_rows, .. } = config;
         let copies = self.rows.copied(self.layout.dtypes());
-        if config.segments != self.layout.segments() {
+        if !config.serves(self.layout.segments()) {
             return Err(BindError::OtherLayout);
         }
         if copies && config.append_copies() {
@@ -454,21 +468,25 @@ impl AppendCall {
             // What was written or bound has passed `check_grid`.
             if let Some([x, y, z]) = fold_grid(*groups, self.axis_max) {
                 pass.set_pipeline(&self.pipeline);
-                pass.set_bind_group(0, &self.bindings, &[]);
-                pass.dispatch_workgroups(x, y, z);
+                // Each takes all rows, and leaves those alone whose pages it does not bind.
+                for (bindings, offset) in &self.bindings {
+                    pass.set_bind_group(0, bindings, &[*offset]);
+                    pass.dispatch_workgroups(x, y, z);
+                }
             }
         }
     }
 
     /// See `Call::of_one_workgroup`.
     pub(crate) fn of_one_workgroup(mut self) -> Self {
-        self.written = Written::new(vec![Dispatch { kernel: KernelId::Append, groups: 1, block: 0 }]);
+        self.written = Written::new(vec![Dispatch { kernel: KernelId::Append, groups: 1, block: 0, segment_group: 0 }]);
         self
     }
 
     /// Workgroups that report their end, for [`crate::Status::check`]: those of the plan that was written last.
     pub fn workgroups(&self) -> u32 {
-        self.written.dispatches().iter().fold(0, |sum, dispatch| sum.wrapping_add(dispatch.groups))
+        let once = self.written.dispatches().iter().fold(0_u32, |sum, dispatch| sum.wrapping_add(dispatch.groups));
+        once.wrapping_mul(self.bindings.len() as u32)
     }
 }
 

@@ -1,6 +1,6 @@
 //! Copies of pages: one to another, to the host and back.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 
 use bytemuck::{Pod, Zeroable};
 use thiserror::Error;
@@ -189,19 +189,28 @@ impl HostSlots {
 /// Copies that touch no place that another of them writes: they may go at once.
 #[derive(Debug)]
 struct Run {
-    /// Of the kernel, a dispatch per layer.
-    bindings: Vec<wgpu::BindGroup>,
-    grid: [u32; 3],
-    groups: u32,
+    /// Inside of segments, by the kernel.
+    inside: Vec<Inside>,
+    /// From a page in one segment to one in another.
+    between: Vec<[u32; 2]>,
     /// Pages, and where they lie in the buffer of that direction, in pages of all layers.
     to_host: Vec<(u32, u64)>,
     to_device: Vec<(u32, u64)>,
 }
 
+/// Copies inside of one segment: a dispatch per layer.
+#[derive(Debug)]
+struct Inside {
+    bindings: Vec<wgpu::BindGroup>,
+    grid: [u32; 3],
+    groups: u32,
+}
+
 /// A list of copies with its bindings: recording it creates nothing.
 ///
-/// Copies on the device are made by a kernel, one dispatch for each layer and for each run of copies that may go at once
-/// ([`PageCopy::runs`]; lists of several runs are rare). Pages to the host and from it go through a buffer each.
+/// Copies inside of a segment are made by a kernel (WebGPU itself copies nothing from a buffer to the same), one dispatch for
+/// each layer, each segment and each run of copies that may go at once ([`PageCopy::runs`]; lists of several runs are rare);
+/// those from one segment to another are copies of WebGPU. Pages to the host and from it go through a buffer each.
 #[derive(Debug)]
 #[must_use = "the pool counts on these copies"]
 pub struct PageCopies {
@@ -235,7 +244,7 @@ impl ToHost {
 
 impl KvStore {
     /// Prepares a list of copies, as the pool has made it, for all layers. Creates the buffers that the list takes: a small
-    /// one per run, and one each for pages to the host and from it. What is swapped in is read from its slots now; what is
+    /// one per run and segment, and one each for pages to the host and from it. What is swapped in is read from its slots now; what is
     /// swapped out gives up what its slots held.
     ///
     /// # Errors
@@ -270,29 +279,39 @@ impl KvStore {
         };
         let mut runs = Vec::new();
         for copies in PageCopy::runs(copies) {
-            let mut pairs = Vec::new();
+            let mut inside: BTreeMap<usize, Vec<[u32; 2]>> = BTreeMap::new();
+            let mut between = Vec::new();
             let (mut to_host, mut to_device) = (Vec::new(), Vec::new());
             for copy in copies {
                 match *copy {
-                    PageCopy::OnDevice { from, to } => pairs.push([from, to]),
+                    PageCopy::OnDevice { from, to } => {
+                        let (segment, others) = (self.layout.place_of(from).0, self.layout.place_of(to).0);
+                        if segment == others {
+                            let in_segment = |page: u32| page - segment as u32 * self.layout.segment_pages();
+                            inside.entry(segment).or_default().push([in_segment(from), in_segment(to)]);
+                        } else {
+                            between.push([from, to]);
+                        }
+                    }
                     PageCopy::ToHost { page, .. } => to_host.push(numbered(page, &mut to_host_next)),
                     PageCopy::ToDevice { page, .. } => to_device.push(numbered(page, &mut to_device_next)),
                 }
             }
-            let run = Run { bindings: Vec::new(), grid: [0; 3], groups: 0, to_host, to_device };
-            runs.push(if pairs.is_empty() { run } else { self.bind(device, &pairs, workspace, run)? });
+            let inside = inside.iter().map(|(segment, pairs)| self.bind(device, *segment, pairs, workspace));
+            let inside = inside.collect::<Result<_, _>>()?;
+            runs.push(Run { inside, between, to_host, to_device });
         }
         Ok(runs)
     }
 
-    /// The run with bindings of the kernel for copies `(from, to)`.
+    /// Bindings of the kernel for copies `(from, to)` inside of a segment, whose pages are counted from its first.
     fn bind(
         &self,
         device: &wgpu::Device,
+        segment: usize,
         pairs: &[[u32; 2]],
         workspace: &Workspace,
-        run: Run,
-    ) -> Result<Run, CopyError> {
+    ) -> Result<Inside, CopyError> {
         let limits = device.limits();
         let page_vectors = self.layout.page_vectors();
         // A run writes fewer pages than there are, and the layout keeps the vectors of all pages below 2^32.
@@ -304,23 +323,22 @@ impl KvStore {
             needed: groups,
             axis_max,
         })?;
-        let page_count = self.layout.page_count();
+        let bytes = self.layout.segment_bytes().nth(segment).unwrap_or(0);
+        let page_count = (bytes / self.layout.page_bytes().max(1)) as u32;
         let params = CopyParams { page_vectors, page_count, page_groups, groups };
         let list = PlanBuffer::filled(device, "page copies", bytemuck::bytes_of(&params), bytemuck::cast_slice(pairs))?;
         let (words, words_bytes) = list.words();
-        let bindings = self.layers.iter().map(|segments| {
-            let mut entries = vec![
+        let layers = self.layers.iter().filter_map(|segments| segments.get(segment));
+        let bindings = layers.map(|pages| {
+            let entries = [
                 ("page copies", words.clone(), words_bytes),
                 ("workspace", workspace.status_binding(), STATUS_ROOM),
+                ("kv", pages.as_entire_buffer_binding(), bytes),
             ];
-            let bytes = self.layout.segment_bytes();
-            entries.extend(
-                segments.iter().zip(bytes).map(|(pages, bytes)| ("kv", pages.as_entire_buffer_binding(), bytes)),
-            );
             let bindings = storage_bindings(&limits, &entries, &["kv", "workspace"])?;
             Ok(bind_group(device, &self.kernel.layout, std::iter::once(list.params()).chain(bindings)))
         });
-        Ok(Run { bindings: bindings.collect::<Result<_, BindError>>()?, grid, groups, ..run })
+        Ok(Inside { bindings: bindings.collect::<Result<_, BindError>>()?, grid, groups })
     }
 
     /// A buffer with what slots hold, one after the other; none for no slot.
@@ -374,14 +392,15 @@ impl PageCopies {
         let page_bytes = self.layout.page_bytes();
         let slot_bytes = page_bytes * self.layers.len() as u64;
         for run in &self.runs {
-            if !run.bindings.is_empty() {
+            if !run.inside.is_empty() {
                 let descriptor = wgpu::ComputePassDescriptor { label: Some("page copies"), timestamp_writes: None };
                 let mut pass = encoder.begin_compute_pass(&descriptor);
                 pass.set_pipeline(&self.pipeline);
-                let [x, y, z] = run.grid;
-                for bindings in &run.bindings {
-                    pass.set_bind_group(0, bindings, &[]);
-                    pass.dispatch_workgroups(x, y, z);
+                for Inside { bindings, grid: [x, y, z], .. } in &run.inside {
+                    for bindings in bindings {
+                        pass.set_bind_group(0, bindings, &[]);
+                        pass.dispatch_workgroups(*x, *y, *z);
+                    }
                 }
             }
             for (layer, segments) in (0..).zip(&self.layers) {
@@ -389,6 +408,11 @@ impl PageCopies {
                     let (segment, byte) = self.layout.place_of(page);
                     segments.get(segment).map(|pages| (pages, byte))
                 };
+                for [from, to] in &run.between {
+                    if let (Some((source, from)), Some((target, to))) = (in_pages(*from), in_pages(*to)) {
+                        encoder.copy_buffer_to_buffer(source, from, target, to, page_bytes);
+                    }
+                }
                 let in_staging = |number: u64| number * slot_bytes + layer * page_bytes;
                 if let Some(ToHost { buffer, .. }) = &self.to_host {
                     for (page, number) in &run.to_host {
@@ -411,8 +435,8 @@ impl PageCopies {
 
     /// Workgroups that report their end, for [`crate::Status::check`].
     pub fn workgroups(&self) -> u32 {
-        let of_run = |run: &Run| run.groups.wrapping_mul(run.bindings.len() as u32);
-        self.runs.iter().map(of_run).fold(0, u32::wrapping_add)
+        let of_segment = |inside: &Inside| inside.groups.wrapping_mul(inside.bindings.len() as u32);
+        self.runs.iter().flat_map(|run| &run.inside).map(of_segment).fold(0, u32::wrapping_add)
     }
 }
 

@@ -58,6 +58,12 @@ pub struct RowLayout {
 }
 
 impl RowLayout {
+    /// The same rows in a binding that begins with another page than the first. Offsets of the pages before it wrap, so that
+    /// they lie past the binding's end: those of all pages together do not.
+    pub(crate) fn from_page(self, page: u32) -> Self {
+        Self { base: self.base.wrapping_sub(page.wrapping_mul(self.page_stride)), ..self }
+    }
+
     /// Where a row or a scale starts, in that unit. [`KvLayout::new`] has checked that no row of its pool overflows.
     pub fn offset(&self, page: u32, kv_head: u32, slot: u32) -> u32 {
         self.base + page * self.page_stride + kv_head * self.head_stride + slot * self.slot_stride
@@ -80,7 +86,14 @@ pub enum RowOrder {
 ///
 /// Whatever belongs to a page lies together, so that a pool takes one binding and a page is copied as one range. A pool that
 /// is larger than a binding lies in several *segments* ([`KvLayout::within`]), one binding each, with the same number of whole
-/// pages each, the last one with those that are left. The ids of pages count through all of them. Rows are
+/// pages each, the last one with those that are left. The ids of pages count through all of them.
+///
+/// A dispatch binds as many segments as the device has bindings for. Where the pool has more, they come in *groups* of so
+/// many, with a dispatch for each: the keys of a row are gone through group by group, and the partial results merged. So
+/// results of a sequence whose pages lie in several groups depend on which page is in which: for other places of pages they
+/// are the same within the error bound, not bit for bit. (Within a group, places change no bit.)
+///
+/// Rows are
 /// padded to multiples of [`crate::ROW_ALIGN`] elements and of 16 bytes; what lies in the padding, in slots past a
 /// sequence's end and in pages without an owner never matters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -83,7 +83,7 @@ impl KvStore {
         edits: &[(&str, &str)],
     ) -> Result<Self, StoreError> {
         layout.check_binding(&device.limits())?;
-        let kernel = CopyKernel::new(device, layout.segments(), edits).await?;
+        let kernel = CopyKernel::new(device, edits).await?;
         let host = HostSlots::new(layout.page_bytes(), layers, host_slot_count)
             .map_err(|needed| StoreError::HostMemory { needed })?;
         let layers: Result<_, _> = (0..layers).map(|_| layout.create_segments(device)).collect();

@@ -4,12 +4,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use thiserror::Error;
 
+use super::Plan;
 use super::slices::Dispatch;
-use super::{Params, Plan};
 use crate::attention::{Attention, Extras};
 use crate::buffers::{self, OutOfMemory};
 use crate::kernels::{Tiles, fold_grid};
-use crate::kv::KvLayout;
+use crate::kv::SegmentGroups;
 
 /// Bytes from one block of parameters to the next: the largest offset alignment that a device may ask for.
 pub(crate) const PARAMS_BYTES: u64 = 256;
@@ -67,14 +67,15 @@ pub enum WriteError {
 /// of what it needs at its longest with as many new tokens as it may get, with one, and with as many as still decode
 /// ([`crate::kernels::DECODE_ROWS_MAX`] rows: their keys are split); with a window, also at the lengths before, back to the last
 /// multiple of the keys of a split, since the window may lie across more splits there. A batch needs what its sequences
-/// need together ([`PlanCapacity::and`]). A step that needs more is refused ([`WriteError::Capacity`]), and can be planned
+/// need together ([`PlanCapacity::and`]). Of a pool in several groups of segments ([`crate::KvLayout`]), what a sequence needs
+/// depends on its pages too: most, where each group has some at both its ends. A step that needs more is refused ([`WriteError::Capacity`]), and can be planned
 /// with buffers of its own.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PlanCapacity {
     /// Words of work items, page tables and the like.
     pub words: u64,
-    /// Blocks of parameters: one, and one for each slice of a kernel whose work was cut ([`Plan::cut`]). Cutting a batch
-    /// may take more than its sequences tell.
+    /// Blocks of parameters: one, and one for each slice of a kernel whose work was cut ([`Plan::cut`]), or that reads pages of
+    /// one group of segments among several. Cutting a batch may take more than its sequences tell.
     pub blocks: u32,
     /// Query rows of all sequences.
     pub total_q: u32,
@@ -133,7 +134,7 @@ impl PlanCapacity {
 #[derive(Clone, Debug)]
 pub struct DevicePlan {
     pub(crate) buffer: PlanBuffer,
-    pub(crate) layout: KvLayout,
+    pub(crate) groups: SegmentGroups,
     pub(crate) tiles: Tiles,
     pub(crate) extras: Extras,
     pub(crate) capacity: PlanCapacity,
@@ -165,8 +166,8 @@ impl DevicePlan {
         let (blocks, words) = (plan.blocks(), bytemuck::cast_slice(&plan.words));
         let buffer = PlanBuffer::filled(device, "attention plan", &blocks, words)?;
         let written = Written::new(plan.dispatches());
-        let Plan { layout, tiles, extras, .. } = *plan;
-        Ok(Self { buffer, layout, tiles, extras, capacity: plan.capacity(), written })
+        let Plan { groups, tiles, extras, .. } = *plan;
+        Ok(Self { buffer, groups, tiles, extras, capacity: plan.capacity(), written })
     }
 
     /// Creates the buffer for plans of `attention` that need no more than `capacity`. It is never made larger: where a
@@ -185,7 +186,7 @@ impl DevicePlan {
         let config = attention.config();
         Ok(Self {
             buffer,
-            layout: config.layout,
+            groups: attention.groups(),
             tiles: attention.kernels().config().tiles(),
             extras: config.extras,
             capacity: *capacity,
@@ -207,7 +208,7 @@ impl DevicePlan {
         encoder: &mut wgpu::CommandEncoder,
         plan: &Plan,
     ) -> Result<(), WriteError> {
-        let same = plan.layout == self.layout && plan.tiles == self.tiles;
+        let same = plan.groups == self.groups && plan.tiles == self.tiles;
         if !same || plan.extras.of_plan() != self.extras.of_plan() {
             return Err(WriteError::Other);
         }
@@ -238,7 +239,7 @@ pub(crate) fn plan_buffer_bytes(blocks: u32, words: u64) -> u64 {
 }
 
 /// Parameters, one after the other at the distance that a dynamic offset may have.
-pub(crate) fn blocks_of(params: impl IntoIterator<Item = Params>) -> Vec<u8> {
+pub(crate) fn blocks_of<T: bytemuck::Pod>(params: impl IntoIterator<Item = T>) -> Vec<u8> {
     let mut bytes = Vec::new();
     for params in params {
         bytes.extend_from_slice(bytemuck::bytes_of(&params));

@@ -10,25 +10,27 @@ mod ranges;
 mod shared;
 mod slices;
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 use bytemuck::{Pod, Zeroable};
 use thiserror::Error;
 
 pub use self::device::{DevicePlan, PlanCapacity, UploadError, WriteError};
-pub(crate) use self::device::{PARAMS_BYTES, PlanBuffer, Written, plan_buffer_bytes};
+pub(crate) use self::device::{PARAMS_BYTES, PlanBuffer, Written, blocks_of, plan_buffer_bytes};
 use self::mask::{Mask, Run};
 use self::shared::Levels;
 pub use self::shared::{SharedPrefix, SharedPrefixError};
 pub(crate) use self::slices::Dispatch;
 pub use self::slices::Slice;
+use self::slices::Span;
 use crate::attention::Extras;
 use crate::batch::{Batch, BatchError, NO_PAGE};
 use crate::case::AttentionOptions;
 use crate::chains::Chains;
 use crate::geometry::{HeadGeometry, PageSize};
 use crate::kernels::{ItemOrder, KernelId, Pass, Tiles};
-use crate::kv::{KvLayout, RowLayout};
+use crate::kv::{RowLayout, SegmentGroups};
 
 /// A batch that cannot be planned.
 #[derive(Clone, Debug, PartialEq, Error)]
@@ -126,6 +128,24 @@ pub(crate) struct Params {
     pub merge_items: u32,
     pub merge_groups: u32,
     pub first_group: u32,
+    pub first_page: u32,
+    pub pages: u32,
+}
+
+impl Params {
+    /// The same for a dispatch that binds a group of the pool's segments.
+    fn for_group(self, groups: &SegmentGroups, group: u32) -> Self {
+        let (pages, first) = (groups.pages(group), groups.segments(group).start * groups.layout().segment_pages());
+        Self {
+            k_rows: self.k_rows.from_page(first),
+            v_rows: self.v_rows.from_page(first),
+            k_scales: self.k_scales.from_page(first),
+            v_scales: self.v_scales.from_page(first),
+            first_page: pages.start,
+            pages: pages.end - pages.start,
+            ..self
+        }
+    }
 }
 
 /// What one step's attention consists of: made once per step, used for every layer.
@@ -134,13 +154,14 @@ pub struct Plan {
     pub(crate) params: Params,
     pub(crate) words: Vec<u32>,
     pub(crate) total_q: u32,
-    pub(crate) layout: KvLayout,
+    pub(crate) groups: SegmentGroups,
     tiles: Tiles,
     extras: Extras,
     pub(crate) score_pairs: u64,
     workspace_bytes: u64,
     kv_bytes_read: u64,
     chains: Vec<Chains>,
+    spans: Vec<Span>,
     slices: Vec<Slice>,
 }
 
@@ -148,17 +169,18 @@ pub struct Plan {
 const UNLIMITED: u32 = u32::MAX;
 
 impl Plan {
-    /// Plans attention of `batch` over a pool of `layout`. `mask` has an entry for every query row and key of its
+    /// Plans attention of `batch` over a pool in `pool` groups of segments. `mask` has an entry for every query row and key of its
     /// sequence, row by row, or is left out.
     pub(crate) fn new(
         batch: &Batch<'_>,
-        layout: &KvLayout,
+        pool: &SegmentGroups,
         options: &AttentionOptions,
         extras: &Extras,
         tiles: &Tiles,
         prefixes: &[SharedPrefix],
         mask: Option<&[bool]>,
     ) -> Result<Self, PlanError> {
+        let layout = pool.layout();
         batch.validate(layout.page_size(), layout.page_count())?;
         let levels = Levels::new(batch, layout.page_size(), prefixes)?;
         let log2 = |factor: f64| (factor * std::f64::consts::LOG2_E) as f32;
@@ -176,7 +198,7 @@ impl Plan {
         }
         let geometry = layout.geometry();
         let mask = mask.map(|mask| Mask::new(mask, batch)).transpose()?;
-        let lists = WorkLists::new(&Step { batch, layout, options, extras, tiles, mask: mask.as_ref() }, &levels)?;
+        let lists = WorkLists::new(&Step { batch, pool, options, extras, tiles, mask: mask.as_ref() }, &levels)?;
         let kv_heads = geometry.kv_heads();
         let groups = |items: &[Item], what| {
             let needed = items.len() as u64 * u64::from(kv_heads);
@@ -231,18 +253,22 @@ impl Plan {
             merge_items,
             merge_groups: groups(&lists.merge, "merge workgroups")?,
             first_group: 0,
+            first_page: 0,
+            pages: layout.page_count(),
         };
+        let spans = slices::spans(&lists, kv_heads);
         Ok(Self {
-            slices: slices::whole(&params),
+            slices: spans.iter().map(Span::slice).collect(),
+            spans,
             params,
             words,
             total_q: batch.total_q(),
-            layout: *layout,
+            groups: *pool,
             tiles: *tiles,
             extras: *extras,
             score_pairs: lists.score_pairs,
             workspace_bytes: workspace_bytes(lists.states, tiles)?,
-            kv_bytes_read: lists.keys()
+            kv_bytes_read: lists.keys
                 * u64::from(kv_heads)
                 * 16
                 * layout.row_vectors().map(u64::from).iter().sum::<u64>(),
@@ -402,18 +428,22 @@ struct Item {
     /// With a mask: its first run, and how many there are.
     first_run: u32,
     runs: u32,
+    /// The group of segments that has the pages.
+    group: u32,
 }
 
 impl Item {
     /// With its range moved by `offset`. Should that pass 32 bits, so do the plan's words, which are counted.
     fn words(&self, offset: u32, masked: bool) -> impl Iterator<Item = u32> {
         let [begin, end] = [self.begin, self.end].map(|place| place.wrapping_add(offset));
-        let words = [self.record, self.first_row, begin, end, self.first_run, self.runs];
+        let Self { record, first_row, first_run, runs, .. } = *self;
+        let words = [record, first_row, begin, end, first_run, runs];
         words.into_iter().take(if masked { ITEM_WORDS + 2 } else { ITEM_WORDS })
     }
 }
 
-/// Rows that go through the same keys: those of a sequence through its own, or those of several through a prefix.
+/// Rows that go through the same keys: those of a sequence through its own, or those of several through a prefix; as far as
+/// their pages are of one group of segments.
 struct Part {
     record: u32,
     /// Packed query rows.
@@ -423,12 +453,69 @@ struct Part {
     /// Whether a row sees a key of it.
     seen: bool,
     pass: Pass,
+    group: u32,
+    /// Where other groups have pages of the keys that are seen: the entries of the page table that this one has, in order.
+    entries: Option<Vec<u32>>,
+}
+
+impl Part {
+    /// Those of `entries` that have some of `keys`.
+    fn entries_of(&self, keys: &Range<u32>, page_size: PageSize) -> Option<&[u32]> {
+        let entries = self.entries.as_ref()?;
+        let (first, end) = (keys.start / page_size.get(), page_size.pages_for(keys.end));
+        let [first, end] = [first, end].map(|place| entries.partition_point(|entry| *entry < place));
+        Some(entries.get(first..end).unwrap_or_default())
+    }
+
+    /// The keys from the first to the last among `keys` that are of its group.
+    fn trimmed(&self, keys: Range<u32>, page_size: PageSize) -> Range<u32> {
+        match self.entries_of(&keys, page_size) {
+            None => keys,
+            Some([]) => keys.start..keys.start,
+            Some([first, .., last] | [first @ last]) => {
+                common(&(page_keys(*first, page_size).start..page_keys(*last, page_size).end), &keys)
+            }
+        }
+    }
+
+    /// How many of `keys` are of its group.
+    fn count(&self, keys: &Range<u32>, page_size: PageSize) -> u64 {
+        let keys_of = |keys: Range<u32>| u64::from(keys.end.saturating_sub(keys.start));
+        match self.entries_of(keys, page_size) {
+            None => keys_of(keys.clone()),
+            Some(entries) => entries.iter().map(|entry| keys_of(common(&page_keys(*entry, page_size), keys))).sum(),
+        }
+    }
+}
+
+/// The keys of an entry of a page table.
+fn page_keys(entry: u32, page_size: PageSize) -> Range<u32> {
+    let begin = entry.saturating_mul(page_size.get());
+    begin..begin.saturating_add(page_size.get())
+}
+
+/// The keys that are gone through in `parts`, which are of the same rows and keys, in that order.
+fn in_order(parts: &[Part], page_size: PageSize, order: &mut Vec<Range<u32>>) {
+    let Some(keys) = parts.first().map(|part| part.pass.keys.clone()) else { return };
+    let mut stretches: Vec<Range<u32>> = Vec::new();
+    for entries in parts.iter().filter_map(|part| part.entries.as_deref()) {
+        let neighbours = entries.chunk_by(|a, b| *a + 1 == *b);
+        stretches.extend(neighbours.filter_map(|entries| {
+            let (first, last) = (entries.first()?, entries.last()?);
+            Some(common(&(page_keys(*first, page_size).start..page_keys(*last, page_size).end), &keys))
+        }));
+    }
+    // Nobody sees what lies before and behind them.
+    let begin = stretches.iter().map(|keys| keys.start).min().unwrap_or(keys.end);
+    let end = stretches.iter().map(|keys| keys.end).max().unwrap_or(keys.end);
+    let before = std::iter::once(keys.start..begin);
+    order.extend(before.chain(stretches).chain([end..keys.end]).filter(|keys| !keys.is_empty()));
 }
 
 /// What work items are made of.
 struct Step<'a> {
     batch: &'a Batch<'a>,
-    layout: &'a KvLayout,
+    pool: &'a SegmentGroups,
     options: &'a AttentionOptions,
     extras: &'a Extras,
     tiles: &'a Tiles,
@@ -436,30 +523,73 @@ struct Step<'a> {
 }
 
 impl Step<'_> {
-    /// What record number `record` stands for.
-    fn part(&self, record: usize, seqs: Range<usize>, keys: Range<u32>, shared: bool) -> Result<Part, PlanError> {
+    /// The rows of `seqs` and some of their keys: a part for each group of segments that has pages of keys that are seen, one
+    /// at least. Record `own` is the first one's, those from `next` on the others'.
+    fn parts(
+        &self,
+        own: Option<usize>,
+        next: &mut usize,
+        seqs: Range<usize>,
+        keys: Range<u32>,
+        shared: bool,
+    ) -> Result<Vec<Part>, PlanError> {
+        let (layout, page_size) = (self.pool.layout(), self.pool.layout().page_size());
         let rows = entry(self.batch.q_indptr, seqs.start)..entry(self.batch.q_indptr, seqs.end);
         let seen = seen(self.batch, self.options, &rows, &keys);
-        check_pages(self.batch, self.layout.page_size(), seqs.start, &seen)?;
-        Ok(Part {
-            record: count("sequences and shared prefixes", record as u64)?,
-            seq: seqs.start,
-            seen: !seen.is_empty(),
-            pass: self.tiles.pass(self.layout.geometry(), rows.end - rows.start, keys, seen, shared),
-            rows,
-        })
+        check_pages(self.batch, page_size, seqs.start, &seen)?;
+        // Whose pages are all of one group is no concern of the others.
+        let mut by_group: BTreeMap<u32, Option<Vec<u32>>> = BTreeMap::new();
+        if self.pool.count() > 1 && !seen.is_empty() {
+            let table = entry(self.batch.page_indptr, seqs.start);
+            for place in seen.start / page_size.get()..page_size.pages_for(seen.end) {
+                let group = self.pool.of_page(entry(self.batch.page_ids, (table + place) as usize));
+                by_group.entry(group).or_default().get_or_insert_default().push(place);
+            }
+        }
+        if let [entries] = by_group.values_mut().collect::<Vec<_>>().as_mut_slice() {
+            **entries = None;
+        }
+        if by_group.is_empty() {
+            by_group.insert(0, None);
+        }
+        let mut own = own;
+        let mut part = |(group, entries): (u32, Option<Vec<u32>>)| {
+            let record = own.take().unwrap_or_else(|| {
+                *next += 1;
+                *next - 1
+            });
+            let mut part = Part {
+                record: count("sequences, shared prefixes and groups of their pages", record as u64)?,
+                rows: rows.clone(),
+                seq: seqs.start,
+                seen: !seen.is_empty(),
+                pass: self.tiles.pass(layout.geometry(), rows.end - rows.start, keys.clone(), 0..0, shared),
+                group,
+                entries,
+            };
+            let seen = part.trimmed(seen.clone(), page_size);
+            part.pass = self.tiles.pass(layout.geometry(), rows.end - rows.start, keys.clone(), seen, shared);
+            Ok(part)
+        };
+        by_group.into_iter().map(&mut part).collect()
+    }
+
+    /// Whether merges name what they fold.
+    fn names_sources(&self) -> bool {
+        self.extras.shared_prefixes || self.pool.count() > 1
     }
 
     /// The items of a split, one per tile of rows, and the runs of a mask.
     fn items(&self, part: &Part, split: u32, runs: &mut Vec<Run>) -> Vec<Item> {
-        let (Part { record, rows, pass, .. }, group) = (part, self.layout.geometry().group());
+        let (layout, Part { record, rows, pass, .. }) = (self.pool.layout(), part);
+        let (group, page_size) = (layout.geometry().group(), layout.page_size());
         let row_count = (rows.end - rows.start) * group;
         let split_begin = split * pass.split_keys;
         let whole = common(&pass.keys, &(split_begin..split_begin.saturating_add(pass.split_keys)));
         let item = |first_row: u32| {
             let last_row = first_row.saturating_add(pass.tile_rows - 1).min(row_count - 1);
             let tile = rows.start + first_row / group..rows.start + last_row / group + 1;
-            let mut keys = seen(self.batch, self.options, &tile, &whole);
+            let mut keys = part.trimmed(seen(self.batch, self.options, &tile, &whole), page_size);
             let first_run = runs.len();
             if let Some(mask) = self.mask {
                 mask.runs(tile, keys, runs);
@@ -469,7 +599,7 @@ impl Step<'_> {
             // Without keys an item still belongs to its split.
             let keys = if keys.is_empty() { split_begin..split_begin } else { keys };
             let (first_run, runs) = (first_run as u32, (runs.len() - first_run) as u32);
-            Item { record: *record, first_row, begin: keys.start, end: keys.end, first_run, runs }
+            Item { record: *record, first_row, begin: keys.start, end: keys.end, first_run, runs, group: part.group }
         };
         (0..row_count).step_by(pass.tile_rows as usize).map(item).collect()
     }
@@ -492,26 +622,29 @@ enum Fate {
 
 #[derive(Default)]
 struct WorkLists {
-    /// Of the sequences, then of the shared prefixes.
+    /// Of the sequences, then of the shared prefixes, then of what lies in further groups of segments.
     records: Vec<[u32; RECORD_WORDS]>,
     prefill: Vec<Item>,
     decode: Vec<Item>,
     merge: Vec<Item>,
     runs: Vec<Run>,
-    /// Where prefixes may be shared: of every merged sequence the records whose states are folded, in order; and of
-    /// every packed query row its sequence.
+    /// Where there are shared prefixes or groups of segments: of every merged sequence the records whose states are folded, in
+    /// order. Where prefixes may be shared: of every packed query row its sequence.
     sources: Vec<u32>,
     owners: Vec<u32>,
     states: u64,
     mask_words: u64,
     /// Pairs of a query row and a key of its sequence.
     score_pairs: u64,
+    /// Keys of all work items, of one KV head.
+    keys: u64,
     chains: Vec<Chains>,
 }
 
 impl WorkLists {
     fn new(step: &Step<'_>, levels: &Levels) -> Result<Self, PlanError> {
-        let Step { batch, layout, options, extras, tiles, .. } = step;
+        let Step { batch, pool, options, extras, tiles, .. } = step;
+        let (layout, page_size) = (pool.layout(), pool.layout().page_size());
         check_rows(batch.total_q(), layout.geometry(), tiles)?;
         for (seq, kv_len) in batch.kv_len.iter().copied().enumerate() {
             let q_len = entry(batch.q_indptr, seq + 1) - entry(batch.q_indptr, seq);
@@ -522,44 +655,60 @@ impl WorkLists {
             }
         }
         // Prefixes of which somebody sees something.
-        let mut prefixes: Vec<Option<Part>> = Vec::with_capacity(levels.levels.len());
-        let mut record = batch.seqs();
+        let mut prefixes: Vec<Vec<Part>> = Vec::with_capacity(levels.levels.len());
+        let mut next = batch.seqs();
         for level in &levels.levels {
-            let part = step.part(record, level.seqs.clone(), level.keys.clone(), true)?;
-            record += usize::from(part.seen);
-            prefixes.push(part.seen.then_some(part));
+            let parts = step.parts(None, &mut next, level.seqs.clone(), level.keys.clone(), true)?;
+            // A prefix of which nobody sees anything has one part, the last so far.
+            next -= parts.iter().filter(|part| !part.seen).count();
+            prefixes.push(parts);
         }
         let mut lists = Self::default();
+        let mut others = Vec::new();
         for (seq, kv_len) in batch.kv_len.iter().copied().enumerate() {
-            let own = step.part(seq, seq..seq + 1, levels.own_begin(seq)..kv_len, false)?;
-            let around = levels.around(seq).into_iter().filter_map(|level| prefixes.get(level)?.as_ref());
-            let mut sources: Vec<&Part> = around.collect();
+            let parts = step.parts(Some(seq), &mut next, seq..seq + 1, levels.own_begin(seq)..kv_len, false)?;
+            let Some((own, more)) = parts.split_first() else { continue };
+            let around: Vec<&[Part]> =
+                levels.around(seq).into_iter().filter_map(|level| prefixes.get(level)).map(Vec::as_slice).collect();
+            let mut sources: Vec<&Part> = around.iter().copied().flatten().filter(|part| part.seen).collect();
             let fate = match (sources.is_empty(), own.seen) {
                 // Rows that see nothing have a result too.
-                (true, _) if own.pass.splits.len() == 1 => Fate::Results,
+                (true, _) if own.pass.splits.len() == 1 && more.is_empty() => Fate::Results,
                 (false, false) => Fate::Nothing,
                 _ => Fate::States,
             };
             if fate != Fate::Nothing {
-                sources.push(&own);
+                sources.extend(&parts);
             }
-            let chains = tiles.chains(sources.iter().map(|part| &part.pass));
+            let mut order = Vec::new();
+            if sources.iter().any(|part| part.entries.is_some()) {
+                around
+                    .iter()
+                    .copied()
+                    .chain([parts.as_slice()])
+                    .for_each(|parts| in_order(parts, page_size, &mut order));
+            }
+            let chains = tiles.chains(sources.iter().map(|part| &part.pass)).in_order(order);
             lists.chains.push(chains.scaled(layout.dtypes().has_scales()));
             if extras.shared_prefixes {
                 lists.owners.extend(own.rows.clone().map(|_| own.record));
             }
             if fate != Fate::Results {
                 let begin = lists.sources.len() as u32;
-                if extras.shared_prefixes {
+                if step.names_sources() {
                     lists.sources.extend(sources.iter().map(|part| part.record));
                 }
                 let end = lists.sources.len() as u32;
                 let rows = (own.rows.end - own.rows.start) * layout.geometry().group();
                 let starts = (0..rows).step_by(tiles.merge_rows as usize);
-                let item = Item { record: own.record, first_row: 0, begin, end, first_run: 0, runs: 0 };
+                let item = Item { record: own.record, first_row: 0, begin, end, first_run: 0, runs: 0, group: 0 };
                 lists.merge.extend(starts.map(|first_row| Item { first_row, ..item }));
             }
-            lists.push(step, &own, kv_len, fate)?;
+            let record = lists.push(step, own, kv_len, fate)?;
+            lists.records.push(record);
+            for part in more {
+                others.push(lists.push(step, part, kv_len, fate)?);
+            }
             let q_len = u64::from(own.rows.end - own.rows.start);
             lists.mask_words += q_len * u64::from(kv_len.div_ceil(32));
             lists.score_pairs += q_len * u64::from(kv_len);
@@ -572,31 +721,34 @@ impl WorkLists {
             let heads = bias.heads(layout.geometry());
             count("elements of the bias", lists.score_pairs.saturating_mul(heads.into()))?;
         }
-        for part in prefixes.iter().flatten() {
-            lists.push(step, part, part.pass.keys.end, Fate::States)?;
+        for part in prefixes.iter().flatten().filter(|part| part.seen) {
+            let record = lists.push(step, part, part.pass.keys.end, Fate::States)?;
+            lists.records.push(record);
         }
+        lists.records.append(&mut others);
         count("words of runs", lists.runs.len() as u64 * 3)?;
         // The sort is stable, so the order is the same on every machine.
-        lists.prefill.sort_by_key(|item| std::cmp::Reverse(item.end - item.begin));
+        lists.prefill.sort_by_key(|item| (item.group, std::cmp::Reverse(item.end - item.begin)));
+        lists.decode.sort_by_key(|item| item.group);
         if tiles.prefill.order == ItemOrder::Alternating {
-            let large = lists.prefill.len().div_ceil(2);
-            let small = lists.prefill.split_off(large);
-            let mut small = small.into_iter().rev();
-            lists.prefill = lists.prefill.into_iter().flat_map(|item| [Some(item), small.next()]).flatten().collect();
+            let of_group = lists.prefill.chunk_by(|a, b| a.group == b.group);
+            lists.prefill = of_group.flat_map(alternating).collect();
         }
         Ok(lists)
     }
 
-    /// Keys of all work items, of one KV head.
-    fn keys(&self) -> u64 {
-        self.prefill.iter().chain(&self.decode).map(|item| u64::from(item.end - item.begin)).sum()
-    }
-
-    /// Adds the record and the work items of a part.
-    fn push(&mut self, step: &Step<'_>, part: &Part, kv_len: u32, fate: Fate) -> Result<(), PlanError> {
-        let (geometry, q_len) = (step.layout.geometry(), part.rows.end - part.rows.start);
+    /// Adds the work items of a part, and makes its record.
+    fn push(
+        &mut self,
+        step: &Step<'_>,
+        part: &Part,
+        kv_len: u32,
+        fate: Fate,
+    ) -> Result<[u32; RECORD_WORDS], PlanError> {
+        let layout = step.pool.layout();
+        let (geometry, q_len) = (layout.geometry(), part.rows.end - part.rows.start);
         let splits = if fate == Fate::Nothing { 0..0 } else { part.pass.splits.clone() };
-        self.records.push([
+        let record = [
             part.rows.start,
             q_len,
             kv_len,
@@ -607,16 +759,26 @@ impl WorkLists {
             part.pass.split_keys,
             self.mask_words as u32,
             self.score_pairs as u32,
-        ]);
+        ];
         if fate == Fate::States {
             let rows = u64::from(q_len) * u64::from(geometry.q_heads());
             self.states += splits.len() as u64 * rows;
         }
         workspace_bytes(self.states, step.tiles)?;
         let list = if part.pass.decodes { &mut self.decode } else { &mut self.prefill };
-        list.extend(splits.flat_map(|split| step.items(part, split, &mut self.runs)));
-        Ok(())
+        for item in splits.flat_map(|split| step.items(part, split, &mut self.runs)) {
+            self.keys += part.count(&(item.begin..item.end), layout.page_size());
+            list.push(item);
+        }
+        Ok(record)
     }
+}
+
+/// The larger half of items that fall in size, and between them the smaller half, which rises.
+fn alternating(items: &[Item]) -> Vec<Item> {
+    let (large, small) = items.split_at(items.len().div_ceil(2));
+    let mut small = small.iter().rev();
+    large.iter().flat_map(|item| [Some(item), small.next()]).flatten().copied().collect()
 }
 
 /// Checks that a sequence has the pages of the keys that its rows see.

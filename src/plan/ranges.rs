@@ -102,7 +102,7 @@ impl Plan {
 
     /// Tile rows of a record.
     fn rows(&self, record: &Record) -> u64 {
-        (record.q.end - record.q.start) * u64::from(self.layout.geometry().group())
+        (record.q.end - record.q.start) * u64::from(self.groups.layout().geometry().group())
     }
 
     /// The last partial state that a row of a record has in `split`, counted from the first.
@@ -180,7 +180,7 @@ impl Plan {
         let [first_row, begin, end] = [self.word(place + 1)?, self.word(place + 2)?, self.word(place + 3)?];
         ensure!(first_row < self.rows(&record), "row {first_row} of {}", self.rows(&record));
         let mut sources = vec![own];
-        if self.extras.shared_prefixes {
+        if self.names_sources() {
             ensure!(begin < end && end <= self.params.owners.into(), "sources {begin} to {end}");
             sources = (begin..end).map(|at| self.word(at)).collect::<Result<_, _>>()?;
         }

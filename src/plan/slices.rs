@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::device::blocks_of;
-use super::{ITEM_WORDS, Params, Plan, PlanCapacity, RECORD_WORDS};
+use super::{ITEM_WORDS, Item, Params, Plan, PlanCapacity, RECORD_WORDS, WorkLists};
 use crate::kernels::KernelId;
 
 /// Workgroups of one kernel that lie one after the other in a plan: a dispatch.
@@ -15,6 +15,39 @@ pub struct Slice {
     pub workgroups: Range<u32>,
 }
 
+/// All workgroups of a kernel that read pages of one group of segments; of a merge, which reads none, all.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Span {
+    kernel: KernelId,
+    workgroups: Range<u32>,
+    group: u32,
+}
+
+impl Span {
+    /// The whole span as one slice.
+    pub fn slice(&self) -> Slice {
+        Slice { kernel: self.kernel, workgroups: self.workgroups.clone() }
+    }
+}
+
+/// The spans of items that lie group by group, in the order in which they must reach the device.
+pub(super) fn spans(lists: &WorkLists, kv_heads: u32) -> Vec<Span> {
+    let of = |kernel, items: &[Item]| -> Vec<Span> {
+        let mut begin = 0;
+        let span = |items: &[Item]| {
+            // Counted in 32 bits before.
+            let end = begin + items.len() as u32 * kv_heads;
+            let span = Span { kernel, workgroups: begin..end, group: items.first().map_or(0, |item| item.group) };
+            begin = end;
+            span
+        };
+        items.chunk_by(|a, b| a.group == b.group).map(span).collect()
+    };
+    let kernels =
+        [(KernelId::Prefill, &lists.prefill), (KernelId::Decode, &lists.decode), (KernelId::Merge, &lists.merge)];
+    kernels.into_iter().flat_map(|(kernel, items)| of(kernel, items)).collect()
+}
+
 /// A slice as it is recorded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Dispatch {
@@ -22,11 +55,16 @@ pub(crate) struct Dispatch {
     pub groups: u32,
     /// Its block of parameters.
     pub block: u32,
+    /// The group of segments that it reads pages of.
+    pub segment_group: u32,
 }
 
 impl Plan {
     /// The slices of the work, in the order in which they must reach the device: what is merged comes before the merges.
-    /// One for each kernel that has work, until [`Plan::cut`] is called.
+    /// One for each kernel that has work, and for each group of segments that it reads pages of ([`KvLayout`]), until
+    /// [`Plan::cut`] is called.
+    ///
+    /// [`KvLayout`]: crate::KvLayout
     pub fn slices(&self) -> &[Slice] {
         &self.slices
     }
@@ -37,10 +75,11 @@ impl Plan {
     /// A workgroup itself is bounded: its rows go through at most as many keys as a split has (32,768 in the prefill
     /// variants of the rule, 256 in decodes), and a merge through one state per split and shared prefix.
     pub fn cut(&mut self, work_max: impl Fn(KernelId) -> u64) {
-        let cut = |(kernel, groups)| {
+        let cut = |span: &Span| {
+            let (kernel, Range { start, end }) = (span.kernel, span.workgroups.clone());
             let (work_max, mut slices) = (work_max(kernel), Vec::new());
-            let (mut begin, mut work) = (0, 0_u64);
-            for group in 0..groups {
+            let (mut begin, mut work) = (start, 0_u64);
+            for group in start..end {
                 let more = self.group_work(kernel, group);
                 if group > begin && work.saturating_add(more) > work_max {
                     slices.push(Slice { kernel, workgroups: begin..group });
@@ -48,10 +87,10 @@ impl Plan {
                 }
                 work = work.saturating_add(more);
             }
-            slices.push(Slice { kernel, workgroups: begin..groups });
+            slices.push(Slice { kernel, workgroups: begin..end });
             slices
         };
-        self.slices = with_work(&self.params).flat_map(cut).collect();
+        self.slices = self.spans.iter().flat_map(cut).collect();
     }
 
     /// Multiply-adds of a slice, about: keys, times rows of a tile (whether there are so many or not), times dimensions of
@@ -75,9 +114,7 @@ impl Plan {
         let [record, _, begin, end] = [0, 1, 2, 3].map(|at| word(item + at));
         let splits = |record: u32| u64::from(word(record as usize * RECORD_WORDS + 5));
         let keys = match kernel {
-            KernelId::Merge if self.extras.shared_prefixes => {
-                (begin..end).map(|source| splits(word(source as usize))).sum()
-            }
+            KernelId::Merge if self.names_sources() => (begin..end).map(|source| splits(word(source as usize))).sum(),
             KernelId::Merge => splits(record),
             _ => u64::from(end - begin),
         };
@@ -96,19 +133,36 @@ impl Plan {
         }
     }
 
-    /// Slices that are not all of a kernel's work.
+    /// Whether merges name what they fold.
+    pub(super) fn names_sources(&self) -> bool {
+        self.extras.shared_prefixes || self.groups.count() > 1
+    }
+
+    /// Slices with parameters of their own: those that are not all of a kernel's work, and those that read pages of one group
+    /// of several.
     fn parts(&self) -> impl Iterator<Item = &Slice> {
         self.slices.iter().filter(|slice| !self.is_whole(slice))
     }
 
     fn is_whole(&self, slice: &Slice) -> bool {
-        with_work(&self.params).any(|(kernel, groups)| kernel == slice.kernel && slice.workgroups == (0..groups))
+        let all = self
+            .workgroups()
+            .into_iter()
+            .any(|(kernel, groups)| kernel == slice.kernel && slice.workgroups == (0..groups));
+        all && (self.groups.count() == 1 || slice.kernel == KernelId::Merge)
+    }
+
+    /// The group of segments that a slice reads pages of.
+    fn group_of(&self, slice: &Slice) -> u32 {
+        let has = |span: &&Span| span.kernel == slice.kernel && span.workgroups.contains(&slice.workgroups.start);
+        self.spans.iter().find(has).map_or(0, |span| span.group)
     }
 
     /// The parameters, then those of each part.
     pub(crate) fn blocks(&self) -> Vec<u8> {
         let of_part = |slice: &Slice| {
-            let mut params = Params { first_group: slice.workgroups.start, ..self.params };
+            let params = Params { first_group: slice.workgroups.start, ..self.params };
+            let mut params = params.for_group(&self.groups, self.group_of(slice));
             let groups = match slice.kernel {
                 KernelId::Prefill => &mut params.prefill_groups,
                 KernelId::Decode => &mut params.decode_groups,
@@ -130,21 +184,9 @@ impl Plan {
                 kernel: slice.kernel,
                 groups: slice.workgroups.len() as u32,
                 block: if is_part { parts } else { 0 },
+                segment_group: self.group_of(slice),
             }
         };
         self.slices.iter().map(dispatch).collect()
     }
-}
-
-/// The kernels that have work, and how many workgroups.
-fn with_work(params: &Params) -> impl Iterator<Item = (KernelId, u32)> + use<> {
-    let Params { prefill_groups, decode_groups, merge_groups, .. } = *params;
-    [(KernelId::Prefill, prefill_groups), (KernelId::Decode, decode_groups), (KernelId::Merge, merge_groups)]
-        .into_iter()
-        .filter(|(_, groups)| *groups > 0)
-}
-
-/// One slice for each kernel.
-pub(super) fn whole(params: &Params) -> Vec<Slice> {
-    with_work(params).map(|(kernel, groups)| Slice { kernel, workgroups: 0..groups }).collect()
 }

@@ -6,16 +6,17 @@ use std::ops::Range;
 
 use proptest::prelude::*;
 
-use super::{NO_STATES, PARAMS_BYTES, Plan, PlanError, RECORD_WORDS, SequenceSize, SharedPrefix, state_bytes};
+use super::{NO_STATES, PARAMS_BYTES, Params, Plan, PlanError, RECORD_WORDS, SequenceSize, SharedPrefix, state_bytes};
 use super::{SharedPrefixError, common};
 use crate::attention::Extras;
 use crate::batch::{Batch, NO_PAGE};
 use crate::case::AttentionOptions;
 use crate::geometry::{Dtype, HeadGeometry, PageSize};
 use crate::kernels::{
-    AdapterFacts, ItemOrder, KernelConfig, Modifiers, PrefillVariant, SPLIT_KEYS, SUBGROUP_SIZES, Tiles, Variants,
+    AdapterFacts, ItemOrder, KernelConfig, KernelId, Modifiers, PrefillVariant, SPLIT_KEYS, SUBGROUP_SIZES, Tiles,
+    Variants,
 };
-use crate::kv::KvLayout;
+use crate::kv::{KvLayout, SegmentGroups};
 
 /// A batch that owns its tensors.
 #[derive(Clone, Debug)]
@@ -27,6 +28,8 @@ struct Owned {
     prefill_split_keys: u32,
     page_size: PageSize,
     page_count: u32,
+    /// Pages of a segment, and segments that a dispatch binds.
+    segments: (u32, u32),
     /// `(q_len, kv_len, page ids)` of each sequence.
     seqs: Vec<(u32, u32, Vec<u32>)>,
     prefixes: Vec<SharedPrefix>,
@@ -60,10 +63,21 @@ impl Owned {
 
     fn try_plan(&self) -> Result<Plan, PlanError> {
         let layout = KvLayout::new(self.geometry, Dtype::F16, self.page_size, self.page_count).unwrap();
+        let pool = self.pool(&layout);
         let extras = Extras { shared_prefixes: !self.prefixes.is_empty(), ..Extras::NONE };
-        self.with_batch(|batch| {
-            Plan::new(batch, &layout, &self.options(), &extras, &self.tiles(), &self.prefixes, None)
-        })
+        self.with_batch(|batch| Plan::new(batch, &pool, &self.options(), &extras, &self.tiles(), &self.prefixes, None))
+    }
+
+    fn pool(&self, layout: &KvLayout) -> SegmentGroups {
+        let [pages, bound] = [self.segments.0, self.segments.1].map(|count| NonZeroU32::new(count).unwrap());
+        SegmentGroups::new(&layout.with_segment_pages(pages), bound)
+    }
+
+    /// The group of segments of each key of a record.
+    fn group_of(&self, plan: &Plan, record: u32, key: u32) -> u32 {
+        let table = plan.words[RECORD_WORDS * record as usize + 3];
+        let entry = plan.params.page_ids + table + key / self.page_size.get();
+        plan.groups.of_page(plan.words[entry as usize])
     }
 
     fn with_batch<T>(&self, work: impl FnOnce(&Batch<'_>) -> T) -> T {
@@ -149,9 +163,10 @@ fn batch(shares: impl Strategy<Value = bool>) -> impl Strategy<Value = Owned> {
     let lengths = prop::collection::vec((q_len, kv_len, 0_u32..3), 0..9);
     let prefill_split_keys = prop_oneof![Just(u32::MAX), Just(128), Just(1024)];
     let reach = || prop::option::of(prop_oneof![0_u32..20, 200_u32..700, Just(u32::MAX)]);
-    let others = (any::<bool>(), (reach(), reach()), prefill_split_keys, 1_u32..70, any::<u32>(), shares);
+    let groups = prop_oneof![3 => Just((50, 1)), 2 => (1_u32..30, 1_u32..6)];
+    let others = (any::<bool>(), (reach(), reach()), prefill_split_keys, (1_u32..70, groups), any::<u32>(), shares);
     (lengths, heads, facts, others).prop_map(|(lengths, (kv_heads, group, head_dim, v_head_dim), facts, others)| {
-        let (causal, window, prefill_split_keys, page_size, seed, shares) = others;
+        let (causal, window, prefill_split_keys, (page_size, segments), seed, shares) = others;
         let geometry = HeadGeometry::with_v_head_dim(kv_heads * group, kv_heads, head_dim, v_head_dim).unwrap();
         let page_size = PageSize::new(page_size).unwrap();
         let page_count = 50;
@@ -169,8 +184,18 @@ fn batch(shares: impl Strategy<Value = bool>) -> impl Strategy<Value = Owned> {
             })
             .collect();
         let prefixes = Vec::new();
-        let mut batch =
-            Owned { geometry, facts, causal, window, prefill_split_keys, page_size, page_count, seqs, prefixes };
+        let mut batch = Owned {
+            geometry,
+            facts,
+            causal,
+            window,
+            prefill_split_keys,
+            page_size,
+            page_count,
+            segments,
+            seqs,
+            prefixes,
+        };
         if shares {
             batch.share(&mut number);
         }
@@ -227,23 +252,56 @@ fn check(batch: &Owned) {
     assert_eq!(params.masks, params.merge_items + 4 * merge.len() as u32);
     assert_eq!(params.masks, params.page_ids);
     assert_eq!(plan.words[params.page_ids as usize..], batch.page_ids());
-    assert_eq!(plan.device_bytes(), PARAMS_BYTES + 4 * (plan.words.len().max(1) as u64));
-    let sizes: Vec<u32> = prefill.iter().map(|item| item[3] - item[2]).collect();
-    match tiles.prefill.order {
-        ItemOrder::LargeFirst => assert!(sizes.is_sorted_by(|a, b| a >= b)),
-        // The large half falls at even places, the small half rises between.
-        ItemOrder::Alternating => {
-            let half = |first: usize| sizes.iter().skip(first).step_by(2);
-            assert!(half(0).is_sorted_by(|a, b| a >= b) && half(1).is_sorted());
-            assert!(half(0).min() >= half(1).max() || sizes.len() < 2);
+    let grouped = plan.groups.count() > 1;
+    // The slices of a kernel follow one another; of each group of segments there is one, for its own pages.
+    let mut groups = HashMap::new();
+    let mut own_blocks = 0;
+    for (slice, dispatch) in plan.slices().iter().zip(plan.dispatches()) {
+        let Range { start, end } = slice.workgroups;
+        let block = plan.blocks()[PARAMS_BYTES as usize * dispatch.block as usize..][..size_of::<Params>()].to_vec();
+        let block: Params = bytemuck::pod_read_unaligned(&block);
+        own_blocks += u64::from(dispatch.block > 0);
+        assert!(dispatch.block == 0 || u64::from(dispatch.block) == own_blocks);
+        assert_eq!((dispatch.block > 0, start), (grouped && slice.kernel != KernelId::Merge, block.first_group));
+        if slice.kernel != KernelId::Merge {
+            let pages = plan.groups.pages(dispatch.segment_group);
+            assert_eq!((block.first_page, block.pages), (pages.start, pages.end - pages.start));
+            let first = plan.groups.segments(dispatch.segment_group).start * plan.groups.layout().segment_pages();
+            let rows = block.k_rows;
+            assert_eq!(
+                rows.base.wrapping_add(first.wrapping_mul(rows.page_stride)),
+                plan.groups.layout().k_rows().base
+            );
+        }
+        for item in start / kv_heads..end / kv_heads {
+            assert!(groups.insert((slice.kernel, item), dispatch.segment_group).is_none());
+        }
+    }
+    assert_eq!(groups.len(), prefill.len() + decode.len() + merge.len());
+    assert_eq!(plan.device_bytes(), PARAMS_BYTES * (1 + own_blocks) + 4 * (plan.words.len().max(1) as u64));
+    for group in 0..plan.groups.count() {
+        let of_group = (0..).zip(&prefill).filter(|(item, _)| groups[&(KernelId::Prefill, *item)] == group);
+        let sizes: Vec<u32> = of_group.map(|(_, item)| item[3] - item[2]).collect();
+        match tiles.prefill.order {
+            ItemOrder::LargeFirst => assert!(sizes.is_sorted_by(|a, b| a >= b)),
+            // The large half falls at even places, the small half rises between.
+            ItemOrder::Alternating => {
+                let half = |first: usize| sizes.iter().skip(first).step_by(2);
+                assert!(half(0).is_sorted_by(|a, b| a >= b) && half(1).is_sorted());
+                assert!(half(0).min() >= half(1).max() || sizes.len() < 2);
+            }
         }
     }
 
     // By tile row of the whole call, and by index of KV head 0's state: the keys taken in.
     let mut results: HashMap<u32, Vec<Range<u32>>> = HashMap::new();
-    let mut states: HashMap<u32, Range<u32>> = HashMap::new();
-    for (items, tile_rows) in [(&prefill, tiles.prefill_rows()), (&decode, tiles.decode_rows)] {
-        for &[index, first_row, begin, end] in items {
+    let mut states: HashMap<u32, Vec<Range<u32>>> = HashMap::new();
+    for (kernel, items, tile_rows) in
+        [(KernelId::Prefill, &prefill, tiles.prefill_rows()), (KernelId::Decode, &decode, tiles.decode_rows)]
+    {
+        for (number, &[index, first_row, begin, end]) in (0..).zip(items) {
+            let group_of_item = groups[&(kernel, number)];
+            let here = |key: u32| !grouped || batch.group_of(&plan, index, key) == group_of_item;
             let record = record(&plan, index);
             let row_count = record.q_len * group;
             let split = (begin / record.split_keys).checked_sub(record.first_split).unwrap();
@@ -252,13 +310,27 @@ fn check(batch: &Owned) {
             let rows = first_row..(first_row + tile_rows).min(row_count);
             let seen = rows.clone().map(|row| common(&batch.visible(record.q_begin + row / group), &(begin..end)));
             let seen: Vec<_> = seen.collect();
-            // Not a key at the ends that no row of the tile sees.
+            // Not a key at the ends that no row of the tile sees, or that is of another group.
             let hull = seen.iter().filter(|keys| !keys.is_empty());
             let hull = hull.cloned().reduce(|a, b| a.start.min(b.start)..a.end.max(b.end));
             assert!(begin == end || hull == Some(begin..end), "{hull:?} of {begin}..{end}");
+            assert!(begin == end || here(begin) && here(end - 1), "{begin}..{end}");
             for (row, keys) in rows.zip(seen) {
+                let mut own: Vec<Range<u32>> = Vec::new();
+                let mut from = keys.start;
+                while from < keys.end {
+                    let next = keys.end.min((from / batch.page_size.get() + 1) * batch.page_size.get());
+                    if here(from) {
+                        match own.last_mut() {
+                            Some(last) if last.end == from => last.end = next,
+                            _ => own.push(from..next),
+                        }
+                    }
+                    from = next;
+                }
+                let keys = own;
                 let before = if record.partial_begin == NO_STATES {
-                    results.insert(record.q_begin * group + row, vec![keys]).is_some()
+                    results.insert(record.q_begin * group + row, keys).is_some()
                 } else {
                     states.insert(record.partial_begin + split * kv_heads * row_count + row, keys).is_some()
                 };
@@ -271,9 +343,9 @@ fn check(batch: &Owned) {
     assert_eq!(plan.workspace_bytes(), all_states * state_bytes(&tiles));
     for &[index, first_row, begin, end] in &merge {
         let own = record(&plan, index);
-        let sources = match batch.prefixes.as_slice() {
-            [] => vec![index],
-            _ => plan.words[begin as usize..end as usize].to_vec(),
+        let sources = match plan.names_sources() {
+            false => vec![index],
+            true => plan.words[begin as usize..end as usize].to_vec(),
         };
         assert!(end <= params.owners && first_row < own.q_len * group);
         for row in first_row..(first_row + tiles.merge_rows).min(own.q_len * group) {
@@ -284,15 +356,24 @@ fn check(batch: &Owned) {
             });
             // A state is of one row, and is folded once.
             let parts: Vec<_> = parts.map(|state| states.remove(&state).unwrap()).collect();
-            let chains = plan.chains()[index as usize];
+            let chains = &plan.chains()[index as usize];
             assert!(parts.len() == 1 || chains.accumulate as usize > 2 * parts.len());
+            let parts = parts.concat();
+            // In the order that the bound goes by: what is gone through later lies later in it.
+            let place =
+                |key: u32| chains.order.iter().position(|keys| keys.contains(&key)).map_or((0, key), |at| (at, key));
+            assert!(parts.iter().map(|keys| place(keys.start)).is_sorted(), "{parts:?}, {:?}", chains.order);
+            assert!(chains.order.iter().all(|keys| keys.start.is_multiple_of(chains.step_keys)));
             assert!(results.insert(own.q_begin * group + row, parts).is_none(), "row {row} is merged twice");
         }
     }
     assert!(states.is_empty(), "states that nobody folds: {states:?}");
     // Every row has met each key that it sees once, in order, and no other.
     for row in 0..total_q * group {
-        let met = results.remove(&row).expect("a row without a result");
+        let mut met = results.remove(&row).expect("a row without a result");
+        if grouped {
+            met.sort_unstable_by_key(|keys| keys.start);
+        }
         let visible = batch.visible(row / group);
         let end = met.iter().filter(|keys| !keys.is_empty()).fold(visible.start, |end, keys| {
             assert_eq!(keys.start, end, "row {row} meets {met:?}, and sees {visible:?}");
@@ -321,7 +402,7 @@ fn check(batch: &Owned) {
         mask_words += q_len * kv_len.div_ceil(32);
         pairs += q_len * kv_len;
         // A step of the bound is a part of every kernel's step, and none lies on both sides of a prefix's end.
-        let chains = plan.chains()[seq as usize];
+        let chains = &plan.chains()[seq as usize];
         let around = batch.prefixes.iter().filter(|prefix| prefix.seqs.contains(&(seq as usize)));
         let step = if decodes { SPLIT_KEYS } else { tiles.prefill.step_keys };
         assert!(step.is_multiple_of(chains.step_keys));
@@ -331,7 +412,7 @@ fn check(batch: &Owned) {
         assert!(batch.window.0.is_some() || ends.all(|tokens| tokens.is_multiple_of(chains.step_keys)));
     }
     assert_eq!(plan.score_pairs, u64::from(pairs));
-    if batch.prefixes.is_empty() {
+    if batch.prefixes.is_empty() && !grouped {
         assert_eq!(counted, SequenceSize { words: plan.words.len() as u64, states: all_states });
     }
 }
@@ -363,8 +444,9 @@ proptest! {
         let alone = |seq: &(u32, u32, Vec<u32>)| Owned { seqs: vec![seq.clone()], ..batch.clone() }.plan();
         for (batch, plan) in [(&batch, &plan), (&turned, &other)] {
             for (index, seq) in batch.seqs.iter().enumerate() {
-                prop_assert_eq!(of_record(plan, index), of_record(&alone(seq), 0));
-                prop_assert_eq!(plan.chains()[index], alone(seq).chains()[0]);
+                let alone = alone(seq);
+                prop_assert_eq!(of_record(plan, index), of_record(&alone, 0));
+                prop_assert_eq!(&plan.chains()[index..=index], alone.chains());
             }
         }
     }
@@ -372,6 +454,8 @@ proptest! {
     /// Nor do they for sequences that share prefixes, and for these.
     #[test]
     fn shared_prefixes_are_planned_alike_beside_others(batch in batch(Just(true))) {
+        // Records of further groups come last.
+        let batch = Owned { segments: (50, 1), ..batch };
         let (mut beside, seqs) = (batch.clone(), batch.seqs.len());
         beside.seqs.insert(0, (5, 300, vec![0; 300]));
         beside.seqs.push((70, 20, vec![1; 20]));
@@ -470,6 +554,7 @@ fn read_once(facts: AdapterFacts) {
         prefill_split_keys: u32::MAX,
         page_size: PageSize::new(16).unwrap(),
         page_count: 320,
+        segments: (u32::MAX, 1),
         seqs: (0..16).map(|seq| (1, 4160, table(seq))).collect(),
         prefixes: Vec::new(),
     };
@@ -526,6 +611,7 @@ fn four() -> Owned {
         prefill_split_keys: u32::MAX,
         page_size: PageSize::new(8).unwrap(),
         page_count: 50,
+        segments: (u32::MAX, 1),
         seqs: (0..4).map(|seq| (1, 40, table(seq).to_vec())).collect(),
         prefixes: Vec::new(),
     }

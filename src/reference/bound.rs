@@ -16,7 +16,8 @@
 //!    come in as under "Options of the scores".
 //! 2. A step takes in [`Chains::step_keys`] keys at successive positions, the first step from position 0, under one
 //!    running maximum: `m` is the largest `x_j` so far. (Fewer `step_keys` than a kernel's give a larger bound: 1 fits
-//!    every kernel that goes through a sequence, or each split of it, in order.)
+//!    every kernel that goes through a sequence, or each split of it, in order.) Where a kernel goes through keys in another
+//!    order ([`Chains::order`]), "successive" and "later" are meant in that order.
 //! 3. Weights are `exp2(x_j - m)`. A step that moves the maximum from `m` to `m'` multiplies the sum `l` and the
 //!    accumulator by `exp2(m - m')`. **A step that does not move it multiplies by exactly 1**: by selection, or on
 //!    devices whose `exp2(0)` is 1. WGSL would let it be off by 3 units, once a step, which no useful bound survives.
@@ -136,6 +137,7 @@
 //! errors of its input. W3C, *WebGPU Shading Language*, section "Floating point accuracy".
 
 use std::f64::consts::{LN_2, LOG2_E};
+use std::ops::Range;
 
 use thiserror::Error;
 
@@ -180,8 +182,11 @@ pub enum BoundError {
         /// Sequences of the case.
         needed: usize,
     },
-    /// A chain is too long for a useful bound, or a step takes in no key.
-    #[error("sequence {seq}: {found:?}; `step_keys` of at least 1 and chains of at most {CHAIN_MAX} are needed")]
+    /// A chain is too long for a useful bound, a step takes in no key, or the order is none of the sequence's keys.
+    #[error(
+        "sequence {seq}: {found:?}; `step_keys` of at least 1, chains of at most {CHAIN_MAX}, and an order that has every key \
+         once, in ranges that begin at multiples of `step_keys`, are needed"
+    )]
     Chains {
         /// The sequence.
         seq: usize,
@@ -213,7 +218,7 @@ pub fn bounds(case: &Case, chains: &[Chains], out_dtype: Dtype) -> Result<Bounds
     {
         Some((chains, task)) => {
             dense.attend(&task);
-            bound.fill(&task, dense, *chains, out_dtype);
+            bound.fill(&task, dense, chains, out_dtype);
             (bound.out.clone(), bound.lse)
         }
         None => (Vec::new(), 0.0),
@@ -230,12 +235,24 @@ pub(crate) fn check_chains(case: &Case, chains: &[Chains]) -> Result<(), BoundEr
         return Err(BoundError::Count { found: chains.len(), needed: case.seqs() });
     }
     // Chains of a sequence without query rows are nobody's.
-    let has_rows = case.lengths().into_iter().map(|(q_len, _)| q_len > 0);
-    let unusable = |c: &Chains| c.step_keys == 0 || c.dot.max(c.accumulate) > CHAIN_MAX;
-    match chains.iter().zip(has_rows).enumerate().find(|(_, (chains, has_rows))| *has_rows && unusable(chains)) {
-        Some((seq, (found, _))) => Err(BoundError::Chains { seq, found: *found }),
+    let unusable = |c: &Chains, kv_len: u32| {
+        c.step_keys == 0 || c.dot.max(c.accumulate) > CHAIN_MAX || !(c.order.is_empty() || is_order(c, kv_len))
+    };
+    let mut all = chains.iter().zip(case.lengths()).enumerate();
+    match all.find(|(_, (chains, (q_len, kv_len)))| *q_len > 0 && unusable(chains, *kv_len)) {
+        Some((seq, (found, _))) => Err(BoundError::Chains { seq, found: found.clone() }),
         None => Ok(()),
     }
+}
+
+/// Whether the order has each of the keys once, and no step lies in two of its ranges.
+fn is_order(chains: &Chains, kv_len: u32) -> bool {
+    let mut ranges: Vec<_> = chains.order.iter().collect();
+    ranges.sort_unstable_by_key(|range| (range.start, range.end));
+    let follows = |end: u32, range: &&Range<u32>| {
+        (range.start == end && range.end >= end && end.is_multiple_of(chains.step_keys)).then_some(range.end)
+    };
+    ranges.iter().try_fold(0, follows) == Some(kv_len)
 }
 
 /// What is known of a row's `D_j`.
@@ -264,7 +281,9 @@ pub(crate) struct RowBound {
     /// `c_j`.
     coefficient: Vec<f64>,
     second: Extremes,
-    /// `[steps]`: where the scores of each step with a visible key end.
+    /// The keys, by their places among those that are seen, in the order in which they are gone through; then the sink.
+    places: Vec<usize>,
+    /// `[steps]`: where the places of each step with a visible key end.
     step_ends: Vec<usize>,
     rescales: Rescales,
     absolute: Vec<f64>,
@@ -274,7 +293,7 @@ pub(crate) struct RowBound {
 
 impl RowBound {
     /// `dense` must be the same row's.
-    pub(crate) fn fill(&mut self, task: &RowTask<'_>, dense: &DenseRow, chains: Chains, out_dtype: Dtype) {
+    pub(crate) fn fill(&mut self, task: &RowTask<'_>, dense: &DenseRow, chains: &Chains, out_dtype: Dtype) {
         self.out.clear();
         self.out.resize(task.v_head_dim, 0.0);
         self.lse = 0.0;
@@ -352,26 +371,52 @@ impl RowBound {
     }
 
     /// Fills `share`, `score` and `delta`; returns `max_i (s_i - T_i)`, which the computed maximum is not below.
-    fn fill_delta(&mut self, task: &RowTask<'_>, dense: &DenseRow, chains: Chains) -> f64 {
+    fn fill_delta(&mut self, task: &RowTask<'_>, dense: &DenseRow, chains: &Chains) -> f64 {
         self.fill_share(dense);
         self.fill_score_errors(task, dense, chains);
+        self.fill_places(task, chains);
         self.fill_step_ends(task, chains.step_keys);
         let ends = || dense.score.iter().zip(&self.score);
         let top = ends().map(|(score, error)| score + error).fold(f64::NEG_INFINITY, f64::max);
         let bottom = ends().map(|(score, error)| score - error).fold(f64::NEG_INFINITY, f64::max);
-        self.rescales.count(&dense.score, &self.score, &self.step_ends);
+        let in_order = |values: &[f64]| -> Vec<f64> {
+            self.places.iter().filter_map(|place| values.get(*place)).copied().collect()
+        };
+        if chains.order.is_empty() {
+            self.rescales.count(&dense.score, &self.score, &self.step_ends);
+        } else {
+            self.rescales.count(&in_order(&dense.score), &in_order(&self.score), &self.step_ends);
+        }
         self.delta.clear();
-        let mut keys = ends();
+        self.delta.resize(self.score.len(), 0.0);
+        let mut begin = 0;
         for (end, rescales) in self.step_ends.iter().zip(&self.rescales.per_step) {
             // The weight itself, the fold of its split, and the steps that can move the maximum.
             let exponentials = 3.0 * (2.0 + f64::from(*rescales));
-            let step = keys.by_ref().take(end - self.delta.len());
-            self.delta.extend(step.map(|(score, error)| {
+            for place in self.places.get(begin..*end).unwrap_or_default() {
+                let number = |values: &[f64]| values.get(*place).copied().unwrap_or(f64::INFINITY);
+                let (score, error) = (number(&dense.score), number(&self.score));
                 let distance = top - (score - error);
-                (error + EPS * (exponentials + (2.0 * LOG2_E + 1.0) * distance)) * SECOND_ORDER
-            }));
+                if let Some(delta) = self.delta.get_mut(*place) {
+                    *delta = (error + EPS * (exponentials + (2.0 * LOG2_E + 1.0) * distance)) * SECOND_ORDER;
+                }
+            }
+            begin = *end;
         }
         bottom
+    }
+
+    /// Fills `places`.
+    fn fill_places(&mut self, task: &RowTask<'_>, chains: &Chains) {
+        self.places.clear();
+        if chains.order.is_empty() {
+            self.places.extend(0..task.keys.len());
+        }
+        for range in &chains.order {
+            let [begin, end] = [range.start, range.end].map(|end| task.keys.partition_point(|key| *key < end));
+            self.places.extend(begin..end);
+        }
+        self.places.extend(task.sink.map(|_| task.keys.len()));
     }
 
     fn fill_share(&mut self, dense: &DenseRow) {
@@ -400,7 +445,7 @@ impl RowBound {
     }
 
     /// Fills `score`.
-    fn fill_score_errors(&mut self, task: &RowTask<'_>, dense: &DenseRow, chains: Chains) {
+    fn fill_score_errors(&mut self, task: &RowTask<'_>, dense: &DenseRow, chains: &Chains) {
         // What a kernel multiplies `q . k` by.
         let cap = task.softcap.unwrap_or(1.0);
         let factor = task.scale.abs() / cap;
@@ -442,12 +487,12 @@ impl RowBound {
     /// Fills `step_ends`. Steps are counted from position 0, whatever of them is hidden.
     fn fill_step_ends(&mut self, task: &RowTask<'_>, step_keys: u32) {
         self.step_ends.clear();
+        let step = |place: &usize| task.keys.get(*place).map(|key| key / step_keys);
         let mut end = 0;
-        for step in task.keys.chunk_by(|a, b| a / step_keys == b / step_keys) {
-            end += step.len();
+        for places in self.places.chunk_by(|a, b| step(a) == step(b)) {
+            end += places.len();
             self.step_ends.push(end);
         }
-        self.step_ends.extend(task.sink.map(|_| end + 1));
     }
 
     /// Fills `coefficient`, and `second` unless the deltas are small.
@@ -746,14 +791,23 @@ mod tests {
     fn steps_are_counted_from_position_0() {
         let (k, keys) = ([0.0; 20], [0, 3, 4, 5, 9, 16]);
         let mut bound = RowBound::default();
-        bound.fill_step_ends(&task(&[0.0], &k, &keys, 19), 4);
-        assert_eq!(bound.step_ends, [2, 4, 5, 6]);
-        bound.fill_step_ends(&RowTask { sink: Some(0.0), ..task(&[0.0], &k, &keys, 19) }, 4);
-        assert_eq!(bound.step_ends, [2, 4, 5, 6, 7]);
-        bound.fill_step_ends(&RowTask { sink: Some(0.0), ..task(&[0.0], &k, &[], 19) }, 4);
-        assert_eq!(bound.step_ends, [1]);
-        bound.fill_step_ends(&task(&[0.0], &k, &[], 19), 4);
-        assert_eq!(bound.step_ends, [0_usize; 0]);
+        let mut ends = |task: RowTask<'_>, order: &[Range<u32>]| {
+            let chains = Chains { dot: 1, step_keys: 4, accumulate: 1, scaled: false, order: order.to_vec() };
+            bound.fill_places(&task, &chains);
+            bound.fill_step_ends(&task, 4);
+            (bound.places.clone(), bound.step_ends.clone())
+        };
+        let seen = |keys: &[u32]| task(&[0.0], &k, keys, 19);
+        assert_eq!(ends(seen(&keys), &[]).1, [2, 4, 5, 6]);
+        assert_eq!(
+            ends(RowTask { sink: Some(0.0), ..seen(&keys) }, &[]),
+            (vec![0, 1, 2, 3, 4, 5, 6], vec![2, 4, 5, 6, 7])
+        );
+        assert_eq!(ends(RowTask { sink: Some(0.0), ..seen(&[]) }, &[]).1, [1]);
+        assert_eq!(ends(seen(&[]), &[]).1, [0_usize; 0]);
+        // In an order of their own.
+        let sunk = RowTask { sink: Some(0.0), ..seen(&keys) };
+        assert_eq!(ends(sunk, &[4..12, 16..20, 0..4, 12..16]), (vec![2, 3, 4, 5, 0, 1, 6], vec![2, 3, 4, 6, 7]));
     }
 
     /// Every rounding of the soft cap at either of its ends, all combinations: none is outside, and the worst is near.
@@ -796,7 +850,11 @@ mod tests {
                     ..task(&[1.0], &k, &[0, 1, 2, 3], position)
                 };
                 dense.attend(&task);
-                bound.fill_score_errors(&task, &dense, Chains { dot: 1, step_keys: 1, accumulate: 1, scaled: false });
+                bound.fill_score_errors(
+                    &task,
+                    &dense,
+                    &Chains { dot: 1, step_keys: 1, accumulate: 1, scaled: false, order: Vec::new() },
+                );
                 for (key, (k, bias)) in k.iter().zip(&bias).enumerate() {
                     let distance = (key as i64 - position) as f32;
                     let score = k * LOG2_E as f32 + (f64::from(slope) * LOG2_E) as f32 * distance;

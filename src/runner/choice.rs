@@ -84,6 +84,7 @@ impl Runner {
     /// # Errors
     /// Of the last candidate, which needs no device feature.
     pub fn choose(&mut self, config: &KernelConfig) -> Result<Choice, RunError> {
+        let config = &config.within(&self.device.limits());
         let shape = config.shape();
         let key = (shape, config.new_rows, config.modifiers, config.segments);
         if let Some(choice) = self.choices.get(&key) {

@@ -32,7 +32,7 @@ use crate::kernels::{
 };
 use crate::kv::{
     Append, AppendCall, AppendError, AppendPlan, AppendSource, KvDtypes, KvLayout, LayoutError, NewRows, PoolView,
-    Rotary, Rotation, RowOrder,
+    Rotary, Rotation, RowOrder, SegmentGroups,
 };
 use crate::plan::{DevicePlan, Plan, PlanError, SharedPrefix, UploadError};
 use crate::selftest::SelfTestError;
@@ -199,7 +199,7 @@ impl RunOptions {
         let (table, layout) = self.lay_out(case)?;
         let (batch, extras, tiles) = (table.batch(case), self.extras(case), self.kernels(case, variants).tiles());
         let (prefixes, mask) = (&self.shared_prefixes, case.extras().mask.as_deref());
-        Ok(Plan::new(&batch, &layout, case.options(), &extras, &tiles, prefixes, mask)?)
+        Ok(Plan::new(&batch, &SegmentGroups::whole(&layout), case.options(), &extras, &tiles, prefixes, mask)?)
     }
 
     /// The page table and the pool that a run will have.

@@ -81,6 +81,7 @@ impl Runner {
     /// Some drivers compile when a pipeline is made, others when it is dispatched for the first time. Both are done
     /// here and counted, so that the time that a run reports is its own.
     pub(super) fn built(&mut self, config: &KernelConfig) -> Result<Built, RunError> {
+        let config = &config.within(&self.device.limits());
         let key = config.pipeline_key();
         if let Some(built) = self.pipelines.built.get(&key) {
             return Ok(built.clone());
@@ -129,7 +130,9 @@ impl Runner {
     fn dispatch_first(&self, kernels: &Kernels, which: &[KernelId]) -> Result<Vec<f64>, RunError> {
         let device = &self.device;
         let KernelConfig { geometry, q, kv, new_rows, out, modifiers, segments, .. } = *kernels.config();
-        let layout = KvLayout::new(geometry, kv, PageSize::ONE, segments.get())?.with_segment_pages(NonZeroU32::MIN);
+        // Of the segments of a pool in several groups, one more than a dispatch binds.
+        let pages = segments.get().saturating_add(modifiers.grouped.into());
+        let layout = KvLayout::new(geometry, kv, PageSize::ONE, pages)?.with_segment_pages(NonZeroU32::MIN);
         let (options, extras) = modifiers.example(&geometry);
         let attention =
             Attention::with_kernels(kernels.clone(), &AttentionConfig { q, out, layout, new_rows, options, extras })?;

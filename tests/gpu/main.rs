@@ -14,6 +14,7 @@ mod exact_bits;
 mod extreme;
 mod failures;
 mod faults;
+mod groups;
 mod options;
 mod random;
 mod real;

@@ -231,7 +231,13 @@ impl Kernel {
         let (splits, steps) = (kv_len.div_ceil(split), split.div_ceil(self.step_keys));
         // A key's sum in its split, a rescale per step, and a rescale and a sum per fold.
         let accumulate = split.min(kv_len) + steps + 2 * splits;
-        Chains { dot: dim as u32, step_keys: self.step_keys as u32, accumulate: accumulate as u32, scaled: false }
+        Chains {
+            dot: dim as u32,
+            step_keys: self.step_keys as u32,
+            accumulate: accumulate as u32,
+            scaled: false,
+            order: Vec::new(),
+        }
     }
 
     fn row(&self, device: &mut Device, q: &[f32], k: &[f32], v: &[f32], options: &RowOptions) -> (Vec<f32>, f32) {

@@ -170,7 +170,8 @@ fn nothing_at_all_is_legal() {
         Case::new(heads, AttentionOptions::new(&heads), tensor(&[0, 2, 4], &[]), q_indptr, kv).unwrap()
     };
     for case in [empty(vec![0], vec![0]), empty(vec![0, 0], vec![0, 0])] {
-        let chains = vec![Chains { dot: 4, step_keys: 1, accumulate: 1, scaled: false }; case.seqs()];
+        let chains =
+            vec![Chains { dot: 4, step_keys: 1, accumulate: 1, scaled: false, order: Vec::new() }; case.seqs()];
         let report = verify(&case, &Computed { out: &[], lse: &[], out_dtype: Dtype::F32, chains: &chains }).unwrap();
         assert!(report.passed());
         assert_eq!((report.elements, report.max_bound_ratio, report.nmse), (0, 0.0, 0.0));
@@ -251,7 +252,7 @@ fn shared_pages_cost_what_they_are_used_for() {
     };
     let case =
         Case::new(heads, AttentionOptions::new(&heads), tensor(&[0, 1 << 16, 256], &[]), vec![0; 50_001], kv).unwrap();
-    let chains = vec![Chains { dot: 4, step_keys: 1, accumulate: 1, scaled: false }; case.seqs()];
+    let chains = vec![Chains { dot: 4, step_keys: 1, accumulate: 1, scaled: false, order: Vec::new() }; case.seqs()];
     assert!(verify(&case, &Computed { out: &[], lse: &[], out_dtype: Dtype::F32, chains: &chains }).unwrap().passed());
 }
 
@@ -287,7 +288,8 @@ fn results_do_not_depend_on_parts() {
         .unwrap()
     };
     let whole = case(&q, q_indptr.clone(), kv_len.clone());
-    let chains = vec![Chains { dot: 64, step_keys: 1, accumulate: 70_000, scaled: false }; whole.seqs()];
+    let chains =
+        vec![Chains { dot: 64, step_keys: 1, accumulate: 70_000, scaled: false, order: Vec::new() }; whole.seqs()];
     let (reference, stated) = (dense(&whole), bounds(&whole, &chains, Dtype::F32).unwrap());
     let mut joined = Reference { out: Vec::new(), lse: Vec::new() };
     let mut joined_bounds = Bounds { out: Vec::new(), lse: Vec::new() };
@@ -442,7 +444,7 @@ fn bound_separates_f32_from_mutants() {
 fn bound_is_nearly_attained() {
     let case = gaussian(5);
     let exact = dense(&case);
-    let chains = [Chains { dot: 64, step_keys: 64, accumulate: 0, scaled: false }];
+    let chains = [Chains { dot: 64, step_keys: 64, accumulate: 0, scaled: false, order: Vec::new() }];
     let bounds = bounds(&case, &chains, Dtype::F32).unwrap();
     let kv = case.sequence_kv(0).unwrap();
     let q = case.q().to_f32();
@@ -600,7 +602,7 @@ fn long_rows_keep_a_useful_bound() {
     let (q, k, v) = (normal(rng, 64), normal(rng, n * 64), normal(rng, n * 64));
     let case = single(heads, AttentionOptions::new(&heads), &q, &k, &v).unwrap();
     let start = std::time::Instant::now();
-    let chains = [Chains { dot: 20, step_keys: 64, accumulate: 300, scaled: false }];
+    let chains = [Chains { dot: 20, step_keys: 64, accumulate: 300, scaled: false, order: Vec::new() }];
     let bounds = bounds(&case, &chains, Dtype::F32).unwrap();
     let largest = bounds.out.iter().copied().fold(0.0, f64::max);
     println!("131072 keys: out {largest:.2e}, lse {:.2e}, in {:?}", bounds.lse[0], start.elapsed());
@@ -695,9 +697,9 @@ fn unusable_results_are_typed() {
     let count = VerifyError::Bound(BoundError::Count { found: 0, needed: 1 });
     assert_eq!(verify(&case, &Computed { chains: &[], ..whole }), Err(count));
     for found in [
-        Chains { dot: 64, step_keys: 0, accumulate: 64, scaled: false },
-        Chains { dot: u32::MAX, step_keys: 1, accumulate: 64, scaled: false },
-        Chains { dot: 64, step_keys: 1, accumulate: u32::MAX, scaled: false },
+        Chains { dot: 64, step_keys: 0, accumulate: 64, scaled: false, order: Vec::new() },
+        Chains { dot: u32::MAX, step_keys: 1, accumulate: 64, scaled: false, order: Vec::new() },
+        Chains { dot: 64, step_keys: 1, accumulate: u32::MAX, scaled: false, order: Vec::new() },
     ] {
         let error = VerifyError::Bound(BoundError::Chains { seq: 0, found });
         assert_eq!(verify(&case, &Computed { chains: &[found], ..whole }), Err(error));

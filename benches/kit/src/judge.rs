@@ -102,7 +102,7 @@ impl<'a> Judge<'a> {
         };
         let chains: Cow<'_, [Chains]> = match &self.sample {
             None => Cow::Borrowed(chains),
-            Some(sample) => sample.iter().filter_map(|sampled| chains.get(sampled.seq)).copied().collect(),
+            Some(sample) => sample.iter().filter_map(|sampled| chains.get(sampled.seq)).cloned().collect(),
         };
         let computed = Computed { out: &out, lse: &lse, out_dtype: Dtype::F32, chains: &chains };
         let report = verify(&self.case, &computed)

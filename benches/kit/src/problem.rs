@@ -166,6 +166,7 @@ impl Problem {
             step_keys: 1,
             accumulate: kv_len.saturating_mul(2).saturating_add(2),
             scaled: false,
+            order: Vec::new(),
         };
         lengths(&self.spec).map(chains).collect()
     }

@@ -244,12 +244,14 @@ fn growing_token_by_token() {
                     rows[seq][1].extend_from_slice(lse_part);
                     (out, lse) = (out_rest, lse_rest);
                     // The chain that is the longest in every respect covers all of a sequence's steps.
-                    let (this, before) = (step.chains[seq], chains[seq].unwrap_or(step.chains[seq]));
+                    let this = &step.chains[seq];
+                    let before = chains[seq].clone().unwrap_or(this.clone());
                     chains[seq] = Some(Chains {
                         dot: this.dot.max(before.dot),
                         step_keys: this.step_keys.min(before.step_keys),
                         accumulate: this.accumulate.max(before.accumulate),
                         scaled: false,
+                        order: Vec::new(),
                     });
                 }
             }
