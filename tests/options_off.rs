@@ -245,6 +245,7 @@ fn an_option_that_is_asked_for_at_run_time_is_noticed() {
             "    let own = seq;\n",
             "    let own = sequence(plan[params.owners] * 0u + item.sequence);\n",
         ),
+        ("groups of segments", visible, "    var visible = key < row.end && key >= params.first_page;\n"),
         ("scales", value, "    var value = s * f32(1u + params.k_scales.base);\n"),
     ] {
         let switch = SWITCHES.iter().find(|switch| switch.name == name).unwrap();

@@ -409,6 +409,42 @@ fn gaussian(seed: u64) -> Case {
     single(heads, AttentionOptions::new(&heads), &q, &k, &v).unwrap()
 }
 
+fn in_order(step_keys: u32, order: &[std::ops::Range<u32>]) -> Chains {
+    Chains { dot: 64, step_keys, accumulate: 140, scaled: false, order: order.to_vec() }
+}
+
+/// Keys that are gone through in an order of their own have the bound of keys that lie in it; and a kernel that does so is
+/// inside.
+#[test]
+fn keys_in_another_order() {
+    let heads = HeadGeometry::new(2, 1, 64).unwrap();
+    let order = [40..48, 0..4, 56..60, 4..40, 60..64, 48..56];
+    for seed in 1..=8 {
+        let rng = &mut StdRng::seed_from_u64(seed);
+        let (q, k, v) = (normal(rng, 16 * 128), normal(rng, 64 * 64), normal(rng, 64 * 64));
+        let moved = |rows: &[f32]| -> Vec<f32> {
+            order.iter().cloned().flat_map(|keys| rows[64 * keys.start..64 * keys.end].to_vec()).collect()
+        };
+        let options = AttentionOptions::new(&heads);
+        let case = single(heads, options, &q, &k, &v).unwrap();
+        let permuted = single(heads, options, &q, &moved(&k), &moved(&v)).unwrap();
+        let chains = in_order(4, &order.clone().map(|keys| keys.start as u32..keys.end as u32));
+        let plain = Chains { order: Vec::new(), ..chains.clone() };
+        let stated = |case: &Case, chains: &Chains| bounds(case, std::slice::from_ref(chains), Dtype::F32).unwrap();
+        let (found, expected) = (stated(&case, &chains), stated(&permuted, &plain));
+        let near = |a: &[f64], b: &[f64]| a.iter().zip(b).all(|(a, b)| (a - b).abs() <= 1e-9 * b);
+        assert!(near(&found.out, &expected.out) && near(&found.lse, &expected.lse), "seed {seed}");
+        // The order matters.
+        let by_position = stated(&case, &plain);
+        assert!(!near(&found.lse, &by_position.lse), "seed {seed}");
+        let kernel = Kernel { step_keys: 4, split_keys: Some(8), ..PLAIN };
+        let run = kernel.run_on_poor_device(&permuted, seed);
+        let computed = Computed { out: &run.out, lse: &run.lse, out_dtype: Dtype::F32, chains: &[chains] };
+        let report = verify(&case, &computed).unwrap();
+        assert!(report.passed(), "{report}");
+    }
+}
+
 #[test]
 fn bound_separates_f32_from_mutants() {
     for seed in 1..=4 {
@@ -700,8 +736,13 @@ fn unusable_results_are_typed() {
         Chains { dot: 64, step_keys: 0, accumulate: 64, scaled: false, order: Vec::new() },
         Chains { dot: u32::MAX, step_keys: 1, accumulate: 64, scaled: false, order: Vec::new() },
         Chains { dot: 64, step_keys: 1, accumulate: u32::MAX, scaled: false, order: Vec::new() },
+        // A key too few, one that is none, one twice, and a range that begins inside a step.
+        in_order(4, &[32..64, 0..28]),
+        in_order(4, &[32..68, 0..32]),
+        in_order(4, &[32..64, 0..36]),
+        in_order(4, &[30..64, 0..30]),
     ] {
-        let error = VerifyError::Bound(BoundError::Chains { seq: 0, found });
+        let error = VerifyError::Bound(BoundError::Chains { seq: 0, found: found.clone() });
         assert_eq!(verify(&case, &Computed { chains: &[found], ..whole }), Err(error));
     }
 }
