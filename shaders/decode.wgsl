@@ -54,7 +54,7 @@ fn decode(
     }
     let item = work_item(params.decode_items, group);
     let seq = sequence(item.sequence);
-    let rows = min(seq.q_len * GROUP - item.first_row, DECODE_ROWS);
+    let rows = min(seq.rows_end - item.first_row, DECODE_ROWS);
     // Keys are counted from the beginning of their split, wherever the item's own begin: `first .. keys`.
     let split_begin = item.key_begin / SPLIT_KEYS * SPLIT_KEYS;
     let first = item.key_begin - split_begin;
@@ -363,7 +363,7 @@ fn finish_split(seq: Sequence, item: WorkItem, r: u32, chunk: u32, sums: Chunk) 
         }
     }
     let row = item.first_row + r;
-    if seq.partial_begin == NO_STATES {
+    if seq.state_rows == 0u {
         let query = query_row(seq, item.kv_head, row);
         let end = ending(state, query);
         store_out(query, chunk, scaled(acc, end.factor));

@@ -22,7 +22,7 @@ fn merge(
     let seq = sequence(item.sequence);
     let row = item.first_row + lane / V_CHUNKS;
     let chunk = lane % V_CHUNKS;
-    if lane / V_CHUNKS < MERGE_ROWS && row < seq.q_len * GROUP {
+    if lane / V_CHUNKS < MERGE_ROWS && row < seq.rows_end {
         var folded = Folded(EMPTY_ROW, ZERO_CHUNK);
         //if SOURCES
         var at = item.key_begin;

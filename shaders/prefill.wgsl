@@ -31,7 +31,7 @@ fn prefill(
     }
     let item = work_item(params.prefill_items, group);
     let seq = sequence(item.sequence);
-    let row_count = seq.q_len * GROUP;
+    let row_count = seq.rows_end;
     //if PREFILL_SUBGROUP
     if subgroup_size != PREFILL_SUBGROUP {
         report_error(ERROR_SUBGROUP);
@@ -242,14 +242,14 @@ fn prefill(
                 //each r 1 ROWS_PER_LANE
                 chunk = chosen(chunk, acc_$r_$c, r == $ru);
                 //end
-                if seq.partial_begin == NO_STATES {
+                if seq.state_rows == 0u {
                     store_out(query, $cu, scaled(chunk, end.factor));
                 } else {
                     store_partial_chunk(index, $cu, chunk);
                 }
             }
             //end
-            if seq.partial_begin == NO_STATES {
+            if seq.state_rows == 0u {
                 lse[query] = end.lse;
             } else {
                 store_partial_state(index, state);

@@ -259,6 +259,11 @@ pub struct Workspace {
     buffer: wgpu::Buffer,
 }
 
+/// The most bytes of partial states that a workspace may have.
+pub(crate) fn workspace_max(limits: &wgpu::Limits) -> u64 {
+    limits.max_storage_buffer_binding_size.min(limits.max_buffer_size).saturating_sub(STATUS_ROOM)
+}
+
 /// Bytes before the partial states.
 pub(crate) const STATUS_ROOM: u64 = STATUS_WORDS as u64 * 4;
 
@@ -332,6 +337,7 @@ impl Call {
 pub struct Attention {
     kernels: Kernels,
     config: AttentionConfig,
+    workspace_max: u64,
 }
 
 impl Attention {
@@ -381,7 +387,17 @@ impl Attention {
         if kernels.config().pipeline_key() != needed.pipeline_key() {
             return Err(BuildError::OtherConfig { found: Box::new(*kernels.config()), needed: Box::new(needed) });
         }
-        Ok(Self { kernels, config: *config })
+        Ok(Self { workspace_max: kernels.workspace_max(), kernels, config: *config })
+    }
+
+    /// The same with plans that need at most `bytes` of partial states at a time ([`Plan::workspace_bytes`]), and never more
+    /// than the device can bind, which is what they go by otherwise.
+    ///
+    /// Where a batch has more, its work is done in rounds, each of sequences, or rows of one, whose states fit together; a
+    /// round's dispatches follow the last one's merges, and use the same workspace. It changes no bit.
+    #[must_use]
+    pub fn with_workspace_max(self, bytes: u64) -> Self {
+        Self { workspace_max: bytes.min(self.kernels.workspace_max()), ..self }
     }
 
     /// The configuration.
@@ -446,7 +462,16 @@ impl Attention {
         if extras.mask != mask.is_some() {
             return Err(PlanError::MaskGiven { given: mask.is_some() });
         }
-        Plan::new(batch, &self.groups(), options, extras, &self.kernels.config().tiles(), prefixes, mask)
+        Plan::new(
+            batch,
+            &self.groups(),
+            options,
+            extras,
+            &self.kernels.config().tiles(),
+            prefixes,
+            mask,
+            self.workspace_max,
+        )
     }
 
     /// Binds a plan to one layer's buffers. A call stays valid as long as its buffers and may be recorded any

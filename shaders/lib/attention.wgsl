@@ -75,7 +75,7 @@ struct Workspace {
 @group(0) @binding(${BIAS_BINDING}) var<storage, read> bias: array<u32>;
 //end
 
-// A sequence of the batch; or, with SHARED, the prefix of some: their rows, one after the other, and the keys that they
+// A sequence of the batch, or some of its rows; or, with SHARED, the prefix of some: their rows, one after the other, and the keys that they
 // share.
 struct Sequence {
     // First packed query row, and how many.
@@ -84,12 +84,15 @@ struct Sequence {
     kv_len: u32,
     // First entry of the page table.
     page_begin: u32,
-    // First partial state, or NO_STATES where a work item makes the whole result of its rows.
+    // Where the partial states of its tile row 0 begin, or would, if it had that row: they wrap.
     partial_begin: u32,
     // How many splits of `split_keys` keys have keys that are seen, and the first of them.
     splits: u32,
     first_split: u32,
     split_keys: u32,
+    // Where its tile rows end, and how many have partial states at the same time; 0 where work items make whole results.
+    rows_end: u32,
+    state_rows: u32,
     //if MASK
     // First word of its mask.
     mask_begin: u32,
@@ -99,8 +102,6 @@ struct Sequence {
     bias_begin: u32,
     //end
 }
-
-const NO_STATES = 0xffffffffu;
 
 fn sequence(index: u32) -> Sequence {
     let word = index * SEQUENCE_WORDS;
@@ -113,11 +114,13 @@ fn sequence(index: u32) -> Sequence {
         plan[word + 5u],
         plan[word + 6u],
         plan[word + 7u],
-        //if MASK
         plan[word + 8u],
+        plan[word + 9u],
+        //if MASK
+        plan[word + 10u],
         //end
         //if BIAS
-        plan[word + 9u],
+        plan[word + 11u],
         //end
     );
 }
@@ -190,7 +193,7 @@ fn query_row(seq: Sequence, kv_head: u32, row: u32) -> u32 {
 
 // Index of a partial state: `[splits, kv_heads, rows]` within a sequence, splits counted from its first.
 fn partial_state(seq: Sequence, split: u32, kv_head: u32, row: u32) -> u32 {
-    return seq.partial_begin + (split * params.kv_heads + kv_head) * seq.q_len * GROUP + row;
+    return seq.partial_begin + (split * params.kv_heads + kv_head) * seq.state_rows + row;
 }
 
 // The split that an item works on.

@@ -212,9 +212,17 @@ fn planned(config: &MemoryConfig, seqs: &[(u32, u32)]) -> Parts {
     let geometry = attention.layout.geometry();
     let layout = attention.layout.with_pages(page_size, page_count).unwrap();
     let tiles = attention.kernels(config.variants).tiles();
-    let plan =
-        Plan::new(&batch, &SegmentGroups::whole(&layout), &attention.options, &attention.extras, &tiles, &[], None)
-            .unwrap();
+    let plan = Plan::new(
+        &batch,
+        &SegmentGroups::whole(&layout),
+        &attention.options,
+        &attention.extras,
+        &tiles,
+        &[],
+        None,
+        u64::MAX,
+    )
+    .unwrap();
     let append = AppendPlan::new(&layout, &batch).unwrap();
     assert_eq!(append.tokens(), batch.total_q());
     let rows = attention.buffer_bytes(batch.total_q());

@@ -17,7 +17,7 @@ use std::sync::Arc;
 
 use thiserror::Error;
 
-use crate::attention::{Bias, Extras};
+use crate::attention::{Bias, Extras, workspace_max};
 use crate::case::AttentionOptions;
 use crate::geometry::{Dtype, HeadGeometry};
 use crate::kv::{KvDtypes, NewRows, RotaryError};
@@ -305,6 +305,8 @@ pub struct Kernels {
 #[derive(Debug)]
 struct Pipelines {
     layouts: Layouts,
+    /// Bytes of partial states that the device can bind.
+    workspace_max: u64,
     prefill: wgpu::ComputePipeline,
     decode: wgpu::ComputePipeline,
     merge: wgpu::ComputePipeline,
@@ -378,6 +380,7 @@ impl Kernels {
             merge: make(KernelId::Merge, &layouts).await?,
             append: make(KernelId::Append, &layouts).await?,
             layouts,
+            workspace_max: workspace_max(&device.limits()),
         };
         Ok(Self { config: *config, inner: Arc::new(inner) })
     }
@@ -385,6 +388,10 @@ impl Kernels {
     /// What the kernels were built for.
     pub fn config(&self) -> &KernelConfig {
         &self.config
+    }
+
+    pub(crate) fn workspace_max(&self) -> u64 {
+        self.inner.workspace_max
     }
 
     pub(crate) fn attention_layout(&self) -> &wgpu::BindGroupLayout {

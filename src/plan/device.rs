@@ -74,14 +74,16 @@ pub enum WriteError {
 pub struct PlanCapacity {
     /// Words of work items, page tables and the like.
     pub words: u64,
-    /// Blocks of parameters: one, and one for each slice of a kernel whose work was cut ([`Plan::cut`]), or that reads pages of
-    /// one group of segments among several. Cutting a batch may take more than its sequences tell.
+    /// Blocks of parameters: one, and one for each slice of a kernel whose work was cut ([`Plan::cut`]), that reads pages of
+    /// one group of segments among several, or that is of one round among several. Cutting a batch, or doing it in rounds, may
+    /// take more than its sequences tell: three for each round.
     pub blocks: u32,
     /// Query rows of all sequences.
     pub total_q: u32,
     /// Pairs of a query row and a key of its sequence: elements of a head's bias.
     pub score_pairs: u64,
-    /// Bytes of partial states ([`Plan::workspace_bytes`]).
+    /// Bytes of partial states ([`Plan::workspace_bytes`]): no plan needs more than the device can bind, or than
+    /// [`Attention::with_workspace_max`] says, so that what sequences need together may be lowered to that.
     pub workspace_bytes: u64,
 }
 

@@ -89,6 +89,20 @@ pub enum PlanError {
         /// The entry, counted from the sequence's first.
         entry: u32,
     },
+    /// Partial states that are needed at the same time do not fit into a workspace: those of a tile row of a sequence, or those
+    /// of all sequences that share a prefix.
+    #[error(
+        "a row of sequence {seq}, or the sequences from it on that share a prefix, need {needed} bytes of partial states at the \
+         same time; a workspace may have {limit}"
+    )]
+    Workspace {
+        /// The sequence, or the first of them.
+        seq: usize,
+        /// Bytes needed.
+        needed: u64,
+        /// The largest number ([`crate::Attention::with_workspace_max`]).
+        limit: u64,
+    },
     /// A count that the kernels keep in 32 bits is too large.
     #[error("the batch needs {needed} {what}; at most {limit} are possible in one call")]
     TooMany {
@@ -169,7 +183,8 @@ pub struct Plan {
 const UNLIMITED: u32 = u32::MAX;
 
 impl Plan {
-    /// Plans attention of `batch` over a pool in `pool` groups of segments. `mask` has an entry for every query row and key of its
+    /// Plans attention of `batch` over a pool in `pool` groups of segments, with up to `workspace_max` bytes of partial states at
+    /// the same time. `mask` has an entry for every query row and key of its
     /// sequence, row by row, or is left out.
     pub(crate) fn new(
         batch: &Batch<'_>,
@@ -179,6 +194,7 @@ impl Plan {
         tiles: &Tiles,
         prefixes: &[SharedPrefix],
         mask: Option<&[bool]>,
+        workspace_max: u64,
     ) -> Result<Self, PlanError> {
         let layout = pool.layout();
         batch.validate(layout.page_size(), layout.page_count())?;
@@ -198,7 +214,8 @@ impl Plan {
         }
         let geometry = layout.geometry();
         let mask = mask.map(|mask| Mask::new(mask, batch)).transpose()?;
-        let lists = WorkLists::new(&Step { batch, pool, options, extras, tiles, mask: mask.as_ref() }, &levels)?;
+        let lists =
+            WorkLists::new(&Step { batch, pool, options, extras, tiles, mask: mask.as_ref(), workspace_max }, &levels)?;
         let kv_heads = geometry.kv_heads();
         let groups = |items: &[Item], what| {
             let needed = items.len() as u64 * u64::from(kv_heads);
@@ -267,7 +284,7 @@ impl Plan {
             tiles: *tiles,
             extras: *extras,
             score_pairs: lists.score_pairs,
-            workspace_bytes: workspace_bytes(lists.states, tiles)?,
+            workspace_bytes: workspace_bytes(lists.states_max, tiles)?,
             kv_bytes_read: lists.keys
                 * u64::from(kv_heads)
                 * 16
@@ -276,7 +293,7 @@ impl Plan {
         })
     }
 
-    /// Bytes of partial states that the plan needs; 0 where no sequence is split and none shares a prefix.
+    /// Bytes of partial states that the plan needs at the same time; 0 where no sequence is split and none shares a prefix.
     pub fn workspace_bytes(&self) -> u64 {
         self.workspace_bytes
     }
@@ -410,13 +427,13 @@ fn common(a: &Range<u32>, b: &Range<u32>) -> Range<u32> {
 }
 
 /// Words of a record in a plan: of a sequence, or of a shared prefix.
-pub(crate) const RECORD_WORDS: usize = 10;
+pub(crate) const RECORD_WORDS: usize = 12;
+
+/// What records are of.
+const RECORDS: &str = "sequences, shared prefixes, groups of their pages and rounds of their rows";
 
 /// Words of a work item; with a mask, two more.
 pub(crate) const ITEM_WORDS: usize = 4;
-
-/// In a record in place of the first partial state, where a work item makes the whole result of its rows.
-const NO_STATES: u32 = u32::MAX;
 
 /// Rows of a record, and the keys that one workgroup per KV head takes them through; of a merge, its sources.
 #[derive(Clone, Copy, Debug)]
@@ -428,11 +445,17 @@ struct Item {
     /// With a mask: its first run, and how many there are.
     first_run: u32,
     runs: u32,
-    /// The group of segments that has the pages.
+    /// The round, and the group of segments that has the pages.
+    round: u32,
     group: u32,
 }
 
 impl Item {
+    /// What is dispatched together.
+    fn span(&self) -> (u32, u32) {
+        (self.round, self.group)
+    }
+
     /// With its range moved by `offset`. Should that pass 32 bits, so do the plan's words, which are counted.
     fn words(&self, offset: u32, masked: bool) -> impl Iterator<Item = u32> {
         let [begin, end] = [self.begin, self.end].map(|place| place.wrapping_add(offset));
@@ -520,6 +543,30 @@ struct Step<'a> {
     extras: &'a Extras,
     tiles: &'a Tiles,
     mask: Option<&'a Mask>,
+    /// Bytes of partial states that there may be at the same time.
+    workspace_max: u64,
+}
+
+/// A sequence, and what becomes of its rows.
+struct Planned<'a> {
+    parts: Vec<Part>,
+    /// The prefixes around it, from the outside in.
+    around: Vec<&'a [Part]>,
+    fate: Fate,
+}
+
+impl Planned<'_> {
+    /// Partial states that it leaves.
+    fn states(&self, step: &Step<'_>) -> u64 {
+        if self.fate == Fate::States { states_of(step, &self.parts) } else { 0 }
+    }
+}
+
+/// Partial states of parts.
+fn states_of<'a>(step: &Step<'_>, parts: impl IntoIterator<Item = &'a Part>) -> u64 {
+    let kv_heads = u64::from(step.pool.layout().geometry().kv_heads());
+    let states = |part: &Part| part.pass.splits.len() as u64 * kv_heads * u64::from(step.rows(part));
+    parts.into_iter().map(states).fold(0, u64::saturating_add)
 }
 
 impl Step<'_> {
@@ -559,7 +606,7 @@ impl Step<'_> {
                 *next - 1
             });
             let mut part = Part {
-                record: count("sequences, shared prefixes and groups of their pages", record as u64)?,
+                record: count(RECORDS, record as u64)?,
                 rows: rows.clone(),
                 seq: seqs.start,
                 seen: !seen.is_empty(),
@@ -579,15 +626,46 @@ impl Step<'_> {
         self.extras.shared_prefixes || self.pool.count() > 1
     }
 
-    /// The items of a split, one per tile of rows, and the runs of a mask.
-    fn items(&self, part: &Part, split: u32, runs: &mut Vec<Run>) -> Vec<Item> {
+    /// Partial states that there may be at the same time.
+    fn states_max(&self) -> u64 {
+        self.workspace_max / state_bytes(self.tiles)
+    }
+
+    /// Tile rows of a part.
+    fn rows(&self, part: &Part) -> u32 {
+        (part.rows.end - part.rows.start) * self.pool.layout().geometry().group()
+    }
+
+    /// A sequence with its parts.
+    fn planned<'p>(
+        &self,
+        seq: usize,
+        next: &mut usize,
+        levels: &Levels,
+        prefixes: &'p [Vec<Part>],
+    ) -> Result<Planned<'p>, PlanError> {
+        let kv_len = entry(self.batch.kv_len, seq);
+        let parts = self.parts(Some(seq), next, seq..seq + 1, levels.own_begin(seq)..kv_len, false)?;
+        let around: Vec<&[Part]> =
+            levels.around(seq).into_iter().filter_map(|level| prefixes.get(level)).map(Vec::as_slice).collect();
+        let shares_none = around.iter().copied().flatten().all(|part| !part.seen);
+        let fate = match (shares_none, parts.as_slice()) {
+            // Rows that see nothing have a result too.
+            (true, [own]) if own.pass.splits.len() == 1 => Fate::Results,
+            (false, [own]) if !own.seen => Fate::Nothing,
+            _ => Fate::States,
+        };
+        Ok(Planned { parts, around, fate })
+    }
+
+    /// The items of a split, one per tile of `rows`, and the runs of a mask.
+    fn items(&self, part: &Part, split: u32, tile_rows: Range<u32>, runs: &mut Vec<Run>) -> Vec<Item> {
         let (layout, Part { record, rows, pass, .. }) = (self.pool.layout(), part);
         let (group, page_size) = (layout.geometry().group(), layout.page_size());
-        let row_count = (rows.end - rows.start) * group;
         let split_begin = split * pass.split_keys;
         let whole = common(&pass.keys, &(split_begin..split_begin.saturating_add(pass.split_keys)));
         let item = |first_row: u32| {
-            let last_row = first_row.saturating_add(pass.tile_rows - 1).min(row_count - 1);
+            let last_row = first_row.saturating_add(pass.tile_rows - 1).min(tile_rows.end - 1);
             let tile = rows.start + first_row / group..rows.start + last_row / group + 1;
             let mut keys = part.trimmed(seen(self.batch, self.options, &tile, &whole), page_size);
             let first_run = runs.len();
@@ -599,9 +677,18 @@ impl Step<'_> {
             // Without keys an item still belongs to its split.
             let keys = if keys.is_empty() { split_begin..split_begin } else { keys };
             let (first_run, runs) = (first_run as u32, (runs.len() - first_run) as u32);
-            Item { record: *record, first_row, begin: keys.start, end: keys.end, first_run, runs, group: part.group }
+            Item {
+                record: *record,
+                first_row,
+                begin: keys.start,
+                end: keys.end,
+                first_run,
+                runs,
+                round: 0,
+                group: part.group,
+            }
         };
-        (0..row_count).step_by(pass.tile_rows as usize).map(item).collect()
+        tile_rows.clone().step_by(pass.tile_rows as usize).map(item).collect()
     }
 }
 
@@ -632,7 +719,10 @@ struct WorkLists {
     /// order. Where prefixes may be shared: of every packed query row its sequence.
     sources: Vec<u32>,
     owners: Vec<u32>,
+    /// The round that is being filled, its partial states, and those of the fullest.
+    round: u32,
     states: u64,
+    states_max: u64,
     mask_words: u64,
     /// Pairs of a query row and a key of its sequence.
     score_pairs: u64,
@@ -644,7 +734,7 @@ struct WorkLists {
 impl WorkLists {
     fn new(step: &Step<'_>, levels: &Levels) -> Result<Self, PlanError> {
         let Step { batch, pool, options, extras, tiles, .. } = step;
-        let (layout, page_size) = (pool.layout(), pool.layout().page_size());
+        let layout = pool.layout();
         check_rows(batch.total_q(), layout.geometry(), tiles)?;
         for (seq, kv_len) in batch.kv_len.iter().copied().enumerate() {
             let q_len = entry(batch.q_indptr, seq + 1) - entry(batch.q_indptr, seq);
@@ -664,54 +754,25 @@ impl WorkLists {
             prefixes.push(parts);
         }
         let mut lists = Self::default();
-        let mut others = Vec::new();
-        for (seq, kv_len) in batch.kv_len.iter().copied().enumerate() {
-            let parts = step.parts(Some(seq), &mut next, seq..seq + 1, levels.own_begin(seq)..kv_len, false)?;
-            let Some((own, more)) = parts.split_first() else { continue };
-            let around: Vec<&[Part]> =
-                levels.around(seq).into_iter().filter_map(|level| prefixes.get(level)).map(Vec::as_slice).collect();
-            let mut sources: Vec<&Part> = around.iter().copied().flatten().filter(|part| part.seen).collect();
-            let fate = match (sources.is_empty(), own.seen) {
-                // Rows that see nothing have a result too.
-                (true, _) if own.pass.splits.len() == 1 && more.is_empty() => Fate::Results,
-                (false, false) => Fate::Nothing,
-                _ => Fate::States,
-            };
-            if fate != Fate::Nothing {
-                sources.extend(&parts);
+        let (mut of_prefixes, mut others) = (Vec::new(), Vec::new());
+        let mut begin = 0;
+        while begin < batch.seqs() {
+            let unit = levels.unit(begin);
+            begin = unit.end;
+            let planned: Vec<Planned<'_>> =
+                unit.clone().map(|seq| step.planned(seq, &mut next, levels, &prefixes)).collect::<Result<_, _>>()?;
+            let inside = levels.levels.iter().zip(&prefixes).filter(|(level, _)| unit.contains(&level.seqs.start));
+            let shared: Vec<&Part> = inside.flat_map(|(_, parts)| parts).filter(|part| part.seen).collect();
+            let all =
+                planned.iter().map(|sequence| sequence.states(step)).chain([states_of(step, shared.iter().copied())]);
+            let row_step = lists.reserve(step, unit.start, all.sum(), planned.as_slice(), shared.is_empty())?;
+            for sequence in &planned {
+                lists.sequence(step, sequence, row_step, &mut next, &mut others)?;
             }
-            let mut order = Vec::new();
-            if sources.iter().any(|part| part.entries.is_some()) {
-                around
-                    .iter()
-                    .copied()
-                    .chain([parts.as_slice()])
-                    .for_each(|parts| in_order(parts, page_size, &mut order));
+            for part in shared {
+                let rows = 0..step.rows(part);
+                of_prefixes.push(lists.push(step, part, part.record, rows, part.pass.keys.end, Fate::States)?);
             }
-            let chains = tiles.chains(sources.iter().map(|part| &part.pass)).in_order(order);
-            lists.chains.push(chains.scaled(layout.dtypes().has_scales()));
-            if extras.shared_prefixes {
-                lists.owners.extend(own.rows.clone().map(|_| own.record));
-            }
-            if fate != Fate::Results {
-                let begin = lists.sources.len() as u32;
-                if step.names_sources() {
-                    lists.sources.extend(sources.iter().map(|part| part.record));
-                }
-                let end = lists.sources.len() as u32;
-                let rows = (own.rows.end - own.rows.start) * layout.geometry().group();
-                let starts = (0..rows).step_by(tiles.merge_rows as usize);
-                let item = Item { record: own.record, first_row: 0, begin, end, first_run: 0, runs: 0, group: 0 };
-                lists.merge.extend(starts.map(|first_row| Item { first_row, ..item }));
-            }
-            let record = lists.push(step, own, kv_len, fate)?;
-            lists.records.push(record);
-            for part in more {
-                others.push(lists.push(step, part, kv_len, fate)?);
-            }
-            let q_len = u64::from(own.rows.end - own.rows.start);
-            lists.mask_words += q_len * u64::from(kv_len.div_ceil(32));
-            lists.score_pairs += q_len * u64::from(kv_len);
         }
         // Records hold in 32 bits what lies before their own.
         if extras.mask {
@@ -721,56 +782,163 @@ impl WorkLists {
             let heads = bias.heads(layout.geometry());
             count("elements of the bias", lists.score_pairs.saturating_mul(heads.into()))?;
         }
-        for part in prefixes.iter().flatten().filter(|part| part.seen) {
-            let record = lists.push(step, part, part.pass.keys.end, Fate::States)?;
-            lists.records.push(record);
-        }
+        lists.records.append(&mut of_prefixes);
         lists.records.append(&mut others);
         count("words of runs", lists.runs.len() as u64 * 3)?;
         // The sort is stable, so the order is the same on every machine.
-        lists.prefill.sort_by_key(|item| (item.group, std::cmp::Reverse(item.end - item.begin)));
-        lists.decode.sort_by_key(|item| item.group);
+        lists.prefill.sort_by_key(|item| (item.span(), std::cmp::Reverse(item.end - item.begin)));
+        lists.decode.sort_by_key(Item::span);
         if tiles.prefill.order == ItemOrder::Alternating {
-            let of_group = lists.prefill.chunk_by(|a, b| a.group == b.group);
-            lists.prefill = of_group.flat_map(alternating).collect();
+            let spans = lists.prefill.chunk_by(|a, b| a.span() == b.span());
+            lists.prefill = spans.flat_map(alternating).collect();
         }
         Ok(lists)
     }
 
-    /// Adds the work items of a part, and makes its record.
+    /// Makes room for the partial states of the sequences from `seq` on that go together, in this round or the next one. Says
+    /// how many tile rows of them may have states at the same time: all, unless it is a single sequence that shares no prefix.
+    fn reserve(
+        &mut self,
+        step: &Step<'_>,
+        seq: usize,
+        states: u64,
+        planned: &[Planned<'_>],
+        shares_none: bool,
+    ) -> Result<u32, PlanError> {
+        if states <= step.states_max() {
+            self.next_round(step, states);
+            return Ok(u32::MAX);
+        }
+        let too_large = |states: u64| {
+            let needed = states.saturating_mul(state_bytes(step.tiles));
+            Err(PlanError::Workspace { seq, needed, limit: step.workspace_max })
+        };
+        match planned {
+            [Planned { parts, .. }] if shares_none => {
+                let of_row = states_of(step, parts) / u64::from(parts.first().map_or(1, |part| step.rows(part)).max(1));
+                let fit = u32::try_from(step.states_max() / of_row.max(1)).unwrap_or(u32::MAX);
+                let tile_rows = parts.first().map_or(1, |part| part.pass.tile_rows);
+                match fit {
+                    0 => too_large(of_row),
+                    // Whole tiles, so that no key is read more often than need be.
+                    _ if fit > tile_rows => Ok(fit / tile_rows * tile_rows),
+                    _ => Ok(fit),
+                }
+            }
+            _ => too_large(states),
+        }
+    }
+
+    /// Goes to the next round where this one has no room for so many partial states: there they take the place of all before.
+    fn next_round(&mut self, step: &Step<'_>, states: u64) {
+        if self.states > 0 && self.states.saturating_add(states) > step.states_max() {
+            self.round += 1;
+            self.states = 0;
+        }
+    }
+
+    /// Adds a sequence, up to `row_step` tile rows at a time. Records of further groups and rows go to `others`.
+    fn sequence(
+        &mut self,
+        step: &Step<'_>,
+        Planned { parts, around, fate }: &Planned<'_>,
+        row_step: u32,
+        next: &mut usize,
+        others: &mut Vec<[u32; RECORD_WORDS]>,
+    ) -> Result<(), PlanError> {
+        let (layout, page_size) = (step.pool.layout(), step.pool.layout().page_size());
+        let Some(own) = parts.first() else { return Ok(()) };
+        let kv_len = own.pass.keys.end;
+        let mut sources: Vec<&Part> = around.iter().copied().flatten().filter(|part| part.seen).collect();
+        let of_prefixes = sources.len();
+        if *fate != Fate::Nothing {
+            sources.extend(parts);
+        }
+        let mut order = Vec::new();
+        if sources.iter().any(|part| part.entries.is_some()) {
+            let all = around.iter().copied().chain([parts.as_slice()]);
+            all.for_each(|parts| in_order(parts, page_size, &mut order));
+        }
+        let chains = step.tiles.chains(sources.iter().map(|part| &part.pass)).in_order(order);
+        self.chains.push(chains.scaled(layout.dtypes().has_scales()));
+        if step.extras.shared_prefixes {
+            self.owners.extend(own.rows.clone().map(|_| own.record));
+        }
+        let row_count = step.rows(own);
+        for first_row in (0..row_count.max(1)).step_by(row_step as usize) {
+            let rows = first_row..first_row.saturating_add(row_step).min(row_count);
+            let mut records: Vec<u32> = parts.iter().map(|part| part.record).collect();
+            if first_row > 0 {
+                for record in &mut records {
+                    *record = count(RECORDS, *next as u64)?;
+                    *next += 1;
+                }
+            }
+            if *fate == Fate::States {
+                self.next_round(step, states_of(step, parts) / u64::from(row_count.max(1)) * rows.len() as u64);
+            }
+            if *fate != Fate::Results {
+                let begin = self.sources.len() as u32;
+                if step.names_sources() {
+                    self.sources.extend(sources.iter().take(of_prefixes).map(|part| part.record));
+                    self.sources.extend(records.iter().take(sources.len() - of_prefixes));
+                }
+                let end = self.sources.len() as u32;
+                let record = records.first().copied().unwrap_or(own.record);
+                let item = Item { record, first_row, begin, end, first_run: 0, runs: 0, round: self.round, group: 0 };
+                let starts = rows.clone().step_by(step.tiles.merge_rows as usize);
+                self.merge.extend(starts.map(|first_row| Item { first_row, ..item }));
+            }
+            for (place, (part, record)) in parts.iter().zip(records).enumerate() {
+                let made = self.push(step, part, record, rows.clone(), kv_len, *fate)?;
+                if first_row == 0 && place == 0 { self.records.push(made) } else { others.push(made) }
+            }
+        }
+        let q_len = u64::from(own.rows.end - own.rows.start);
+        self.mask_words += q_len * u64::from(kv_len.div_ceil(32));
+        self.score_pairs += q_len * u64::from(kv_len);
+        Ok(())
+    }
+
+    /// Adds the work items of some tile rows of a part, and makes their record, number `record`.
     fn push(
         &mut self,
         step: &Step<'_>,
         part: &Part,
+        record: u32,
+        rows: Range<u32>,
         kv_len: u32,
         fate: Fate,
     ) -> Result<[u32; RECORD_WORDS], PlanError> {
         let layout = step.pool.layout();
-        let (geometry, q_len) = (layout.geometry(), part.rows.end - part.rows.start);
         let splits = if fate == Fate::Nothing { 0..0 } else { part.pass.splits.clone() };
-        let record = [
+        let has_states = fate == Fate::States;
+        let made = [
             part.rows.start,
-            q_len,
+            part.rows.end - part.rows.start,
             kv_len,
             entry(step.batch.page_indptr, part.seq),
-            if fate == Fate::States { self.states as u32 } else { NO_STATES },
+            if has_states { (self.states as u32).wrapping_sub(rows.start) } else { 0 },
             splits.len() as u32,
             splits.start,
             part.pass.split_keys,
+            rows.end,
+            if has_states { rows.end - rows.start } else { 0 },
             self.mask_words as u32,
             self.score_pairs as u32,
         ];
-        if fate == Fate::States {
-            let rows = u64::from(q_len) * u64::from(geometry.q_heads());
-            self.states += splits.len() as u64 * rows;
+        if has_states {
+            let kv_heads = u64::from(layout.geometry().kv_heads());
+            self.states += splits.len() as u64 * kv_heads * rows.len() as u64;
         }
+        self.states_max = self.states_max.max(self.states);
         workspace_bytes(self.states, step.tiles)?;
         let list = if part.pass.decodes { &mut self.decode } else { &mut self.prefill };
-        for item in splits.flat_map(|split| step.items(part, split, &mut self.runs)) {
+        for item in splits.flat_map(|split| step.items(part, split, rows.clone(), &mut self.runs)) {
             self.keys += part.count(&(item.begin..item.end), layout.page_size());
-            list.push(item);
+            list.push(Item { record, round: self.round, ..item });
         }
-        Ok(record)
+        Ok(made)
     }
 }
 

@@ -3,17 +3,20 @@
 
 use std::ops::Range;
 
-use super::{ITEM_WORDS, NO_STATES, Plan, RECORD_WORDS, state_bytes};
+use super::{ITEM_WORDS, Plan, RECORD_WORDS, state_bytes};
 
 /// A record as the kernels read it, and where in the plan its mask and bias lie.
 struct Record {
     q: Range<u64>,
     kv_len: u64,
     page_begin: u64,
-    partial_begin: u64,
+    /// Wraps.
+    partial_begin: u32,
     splits: u64,
     first_split: u64,
     split_keys: u64,
+    rows_end: u64,
+    state_rows: u64,
     mask_begin: u64,
     bias_begin: u64,
 }
@@ -89,14 +92,22 @@ impl Plan {
             q: word(0)?..word(0)? + word(1)?,
             kv_len: word(2)?,
             page_begin: word(3)?,
-            partial_begin: word(4)?,
+            partial_begin: word(4)? as u32,
             splits: word(5)?,
             first_split: word(6)?,
             split_keys: word(7)?,
-            mask_begin: word(8)?,
-            bias_begin: word(9)?,
+            rows_end: word(8)?,
+            state_rows: word(9)?,
+            mask_begin: word(10)?,
+            bias_begin: word(11)?,
         };
         ensure!(record.q.end <= self.total_q.into(), "rows {:?} of {}", record.q, self.total_q);
+        let rows = self.rows(&record);
+        ensure!(
+            record.state_rows <= record.rows_end && record.rows_end <= rows,
+            "rows to {} of {rows}",
+            record.rows_end
+        );
         Ok(record)
     }
 
@@ -108,7 +119,9 @@ impl Plan {
     /// The last partial state that a row of a record has in `split`, counted from the first.
     fn check_state(&self, record: &Record, split: u64) -> Result<(), String> {
         let kv_heads = u64::from(self.params.kv_heads);
-        let end = record.partial_begin + (split + 1) * kv_heads * self.rows(record);
+        let first_row = (record.rows_end - record.state_rows) as u32;
+        let begin = u64::from(record.partial_begin.wrapping_add(first_row));
+        let end = begin + (split + 1) * kv_heads * record.state_rows;
         let states = self.workspace_bytes / state_bytes(&self.tiles);
         ensure!(split < record.splits && end <= states, "split {split} of {}, state {end} of {states}", record.splits);
         Ok(())
@@ -117,14 +130,16 @@ impl Plan {
     fn check_item(&self, decodes: bool, place: u64) -> Result<(), String> {
         let record = self.record(self.word(place)?)?;
         let [first_row, begin, end] = [self.word(place + 1)?, self.word(place + 2)?, self.word(place + 3)?];
-        ensure!(first_row < self.rows(&record), "row {first_row} of {}", self.rows(&record));
+        ensure!(first_row < record.rows_end, "row {first_row} of {}", record.rows_end);
         ensure!(record.split_keys > 0 && begin <= end, "keys {begin} to {end}");
         ensure!(end <= record.kv_len || begin == end, "keys {begin} to {end} of {}", record.kv_len);
         let split = begin / record.split_keys;
         // A decode has the keys of one split in its workgroup's memory.
         ensure!(!decodes || end <= (split + 1) * record.split_keys, "keys {begin} to {end} of split {split}");
         ensure!(split >= record.first_split, "split {split}, the first is {}", record.first_split);
-        if record.partial_begin != u64::from(NO_STATES) {
+        if record.state_rows > 0 {
+            let first = record.rows_end - record.state_rows;
+            ensure!(first_row >= first, "row {first_row}, the first is {first}");
             self.check_state(&record, split - record.first_split)?;
         }
         let mut stretches: Vec<Range<u64>> = Vec::new();
@@ -178,7 +193,7 @@ impl Plan {
         let own = self.word(place)?;
         let record = self.record(own)?;
         let [first_row, begin, end] = [self.word(place + 1)?, self.word(place + 2)?, self.word(place + 3)?];
-        ensure!(first_row < self.rows(&record), "row {first_row} of {}", self.rows(&record));
+        ensure!(first_row < record.rows_end, "row {first_row} of {}", record.rows_end);
         let mut sources = vec![own];
         if self.names_sources() {
             ensure!(begin < end && end <= self.params.owners.into(), "sources {begin} to {end}");
@@ -188,7 +203,7 @@ impl Plan {
             let source = self.record(index)?;
             let inside = source.q.start <= record.q.start && record.q.end <= source.q.end;
             ensure!(inside, "rows {:?} of source {index}, which has {:?}", record.q, source.q);
-            ensure!(source.partial_begin != u64::from(NO_STATES), "source {index} has no states");
+            ensure!(source.state_rows > 0, "source {index} has no states");
             ensure!(source.splits > 0, "source {index} has no splits");
             self.check_state(&source, source.splits - 1)?;
         }

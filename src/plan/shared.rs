@@ -146,6 +146,13 @@ impl Levels {
         chain
     }
 
+    /// The sequences that share prefixes with sequence `seq`, the first of them, to whatever depth; or it alone.
+    pub fn unit(&self, seq: usize) -> Range<usize> {
+        let outermost = self.around(seq).into_iter().next();
+        let end = outermost.and_then(|level| self.levels.get(level)).map_or(seq + 1, |level| level.seqs.end);
+        seq..end.max(seq + 1)
+    }
+
     /// The first key of a sequence that lies in none of its prefixes.
     pub fn own_begin(&self, seq: usize) -> u32 {
         let innermost = self.innermost.get(seq).copied().flatten();

@@ -15,11 +15,13 @@ pub struct Slice {
     pub workgroups: Range<u32>,
 }
 
-/// All workgroups of a kernel that read pages of one group of segments; of a merge, which reads none, all.
+/// All workgroups of a kernel in a round that read pages of one group of segments; of a merge, which reads none, all of the
+/// round.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Span {
     kernel: KernelId,
     workgroups: Range<u32>,
+    round: u32,
     group: u32,
 }
 
@@ -30,22 +32,26 @@ impl Span {
     }
 }
 
-/// The spans of items that lie group by group, in the order in which they must reach the device.
+/// The spans of items that lie round by round and group by group, in the order in which they must reach the device: a round's
+/// merges come before the next round, whose partial states take the place of its own.
 pub(super) fn spans(lists: &WorkLists, kv_heads: u32) -> Vec<Span> {
     let of = |kernel, items: &[Item]| -> Vec<Span> {
         let mut begin = 0;
         let span = |items: &[Item]| {
             // Counted in 32 bits before.
             let end = begin + items.len() as u32 * kv_heads;
-            let span = Span { kernel, workgroups: begin..end, group: items.first().map_or(0, |item| item.group) };
+            let (round, group) = items.first().map_or((0, 0), Item::span);
+            let span = Span { kernel, workgroups: begin..end, round, group };
             begin = end;
             span
         };
-        items.chunk_by(|a, b| a.group == b.group).map(span).collect()
+        items.chunk_by(|a, b| a.span() == b.span()).map(span).collect()
     };
     let kernels =
         [(KernelId::Prefill, &lists.prefill), (KernelId::Decode, &lists.decode), (KernelId::Merge, &lists.merge)];
-    kernels.into_iter().flat_map(|(kernel, items)| of(kernel, items)).collect()
+    let mut spans: Vec<Span> = kernels.into_iter().flat_map(|(kernel, items)| of(kernel, items)).collect();
+    spans.sort_by_key(|span| span.round);
+    spans
 }
 
 /// A slice as it is recorded.
@@ -61,8 +67,8 @@ pub(crate) struct Dispatch {
 
 impl Plan {
     /// The slices of the work, in the order in which they must reach the device: what is merged comes before the merges.
-    /// One for each kernel that has work, and for each group of segments that it reads pages of ([`KvLayout`]), until
-    /// [`Plan::cut`] is called.
+    /// One for each kernel that has work, for each group of segments that it reads pages of ([`KvLayout`]) and each round of
+    /// sequences whose partial states fit into a workspace together, until [`Plan::cut`] is called.
     ///
     /// [`KvLayout`]: crate::KvLayout
     pub fn slices(&self) -> &[Slice] {

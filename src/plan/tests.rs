@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use proptest::prelude::*;
 
-use super::{NO_STATES, PARAMS_BYTES, Params, Plan, PlanError, RECORD_WORDS, SequenceSize, SharedPrefix, state_bytes};
+use super::{PARAMS_BYTES, Params, Plan, PlanError, RECORD_WORDS, SequenceSize, SharedPrefix, state_bytes};
 use super::{SharedPrefixError, common};
 use crate::attention::Extras;
 use crate::batch::{Batch, NO_PAGE};
@@ -30,6 +30,8 @@ struct Owned {
     page_count: u32,
     /// Pages of a segment, and segments that a dispatch binds.
     segments: (u32, u32),
+    /// Partial states at the same time.
+    states_max: u64,
     /// `(q_len, kv_len, page ids)` of each sequence.
     seqs: Vec<(u32, u32, Vec<u32>)>,
     prefixes: Vec<SharedPrefix>,
@@ -64,8 +66,11 @@ impl Owned {
     fn try_plan(&self) -> Result<Plan, PlanError> {
         let layout = KvLayout::new(self.geometry, Dtype::F16, self.page_size, self.page_count).unwrap();
         let pool = self.pool(&layout);
+        let workspace_max = self.states_max.saturating_mul(state_bytes(&self.tiles()));
         let extras = Extras { shared_prefixes: !self.prefixes.is_empty(), ..Extras::NONE };
-        self.with_batch(|batch| Plan::new(batch, &pool, &self.options(), &extras, &self.tiles(), &self.prefixes, None))
+        self.with_batch(|batch| {
+            Plan::new(batch, &pool, &self.options(), &extras, &self.tiles(), &self.prefixes, None, workspace_max)
+        })
     }
 
     fn pool(&self, layout: &KvLayout) -> SegmentGroups {
@@ -193,6 +198,7 @@ fn batch(shares: impl Strategy<Value = bool>) -> impl Strategy<Value = Owned> {
             page_size,
             page_count,
             segments,
+            states_max: u64::MAX,
             seqs,
             prefixes,
         };
@@ -220,19 +226,66 @@ struct Record {
     splits: u32,
     first_split: u32,
     split_keys: u32,
+    rows_end: u32,
+    state_rows: u32,
 }
 
 fn record(plan: &Plan, index: u32) -> Record {
-    let [q_begin, q_len, _, _, partial_begin, splits, first_split, split_keys, ..] =
+    let [q_begin, q_len, _, _, partial_begin, splits, first_split, split_keys, rows_end, state_rows, ..] =
         plan.words[RECORD_WORDS * index as usize..][..RECORD_WORDS]
     else {
         unreachable!()
     };
-    Record { q_begin, q_len, partial_begin, splits, first_split, split_keys }
+    Record { q_begin, q_len, partial_begin, splits, first_split, split_keys, rows_end, state_rows }
 }
 
-/// Does what the kernels do, with ranges of keys in the place of arithmetic.
-fn check(batch: &Owned) {
+impl Record {
+    /// Index of a state of KV head 0.
+    fn state(&self, split: u32, row: u32, kv_heads: u32) -> u32 {
+        self.partial_begin.wrapping_add(split * kv_heads * self.state_rows + row)
+    }
+}
+
+/// Folds the states of the rows of a merge.
+fn check_merge(
+    batch: &Owned,
+    plan: &Plan,
+    [index, first_row, begin, end]: [u32; 4],
+    states: &mut HashMap<u32, Vec<Range<u32>>>,
+    results: &mut HashMap<u32, Vec<Range<u32>>>,
+) {
+    let (group, kv_heads, own) = (batch.geometry.group(), batch.geometry.kv_heads(), record(plan, index));
+    let sources = match plan.names_sources() {
+        false => vec![index],
+        true => plan.words[begin as usize..end as usize].to_vec(),
+    };
+    // A record of some rows of a sequence says which sequence that is.
+    let seqs = (0..batch.seqs.len() as u32).map(|seq| record(plan, seq));
+    let seq = seqs.clone().position(|seq| (seq.q_begin, seq.q_len) == (own.q_begin, own.q_len)).unwrap();
+    let chains = &plan.chains()[seq];
+    assert!(end <= plan.params.owners && first_row < own.rows_end);
+    for row in first_row..(first_row + batch.tiles().merge_rows).min(own.rows_end) {
+        let parts = sources.iter().flat_map(|source| {
+            let source = record(plan, *source);
+            let row = (own.q_begin - source.q_begin) * group + row;
+            (0..source.splits).map(move |split| source.state(split, row, kv_heads))
+        });
+        // A state is of one row, and is folded once.
+        let parts: Vec<_> = parts.map(|state| states.remove(&state).unwrap()).collect();
+        assert!(parts.len() == 1 || chains.accumulate as usize > 2 * parts.len());
+        let parts = parts.concat();
+        // In the order that the bound goes by: what is gone through later lies later in it.
+        let place =
+            |key: u32| chains.order.iter().position(|keys| keys.contains(&key)).map_or((0, key), |at| (at, key));
+        assert!(parts.iter().map(|keys| place(keys.start)).is_sorted(), "{parts:?}, {:?}", chains.order);
+        assert!(chains.order.iter().all(|keys| keys.start.is_multiple_of(chains.step_keys)));
+        assert!(results.insert(own.q_begin * group + row, parts).is_none(), "row {row} is merged twice");
+    }
+}
+
+/// Does what the kernels do, with ranges of keys in the place of arithmetic. Of each tile row, what it meets in the order in
+/// which it does.
+fn check(batch: &Owned) -> HashMap<u32, Vec<Range<u32>>> {
     let (plan, tiles) = (batch.plan(), batch.tiles());
     assert_eq!(plan.out_of_range(), None);
     let (params, group, kv_heads) = (&plan.params, batch.geometry.group(), batch.geometry.kv_heads());
@@ -256,13 +309,16 @@ fn check(batch: &Owned) {
     // The slices of a kernel follow one another; of each group of segments there is one, for its own pages.
     let mut groups = HashMap::new();
     let mut own_blocks = 0;
+    let blocks = plan.blocks();
     for (slice, dispatch) in plan.slices().iter().zip(plan.dispatches()) {
         let Range { start, end } = slice.workgroups;
-        let block = plan.blocks()[PARAMS_BYTES as usize * dispatch.block as usize..][..size_of::<Params>()].to_vec();
+        let block = blocks[PARAMS_BYTES as usize * dispatch.block as usize..][..size_of::<Params>()].to_vec();
         let block: Params = bytemuck::pod_read_unaligned(&block);
         own_blocks += u64::from(dispatch.block > 0);
         assert!(dispatch.block == 0 || u64::from(dispatch.block) == own_blocks);
-        assert_eq!((dispatch.block > 0, start), (grouped && slice.kernel != KernelId::Merge, block.first_group));
+        let all = plan.workgroups().contains(&(slice.kernel, end)) && start == 0;
+        let is_part = !all || grouped && slice.kernel != KernelId::Merge;
+        assert_eq!((dispatch.block > 0, start), (is_part, block.first_group));
         if slice.kernel != KernelId::Merge {
             let pages = plan.groups.pages(dispatch.segment_group);
             assert_eq!((block.first_page, block.pages), (pages.start, pages.end - pages.start));
@@ -279,9 +335,10 @@ fn check(batch: &Owned) {
     }
     assert_eq!(groups.len(), prefill.len() + decode.len() + merge.len());
     assert_eq!(plan.device_bytes(), PARAMS_BYTES * (1 + own_blocks) + 4 * (plan.words.len().max(1) as u64));
-    for group in 0..plan.groups.count() {
-        let of_group = (0..).zip(&prefill).filter(|(item, _)| groups[&(KernelId::Prefill, *item)] == group);
-        let sizes: Vec<u32> = of_group.map(|(_, item)| item[3] - item[2]).collect();
+    for slice in plan.slices().iter().filter(|slice| slice.kernel == KernelId::Prefill) {
+        let of_slice =
+            &prefill[(slice.workgroups.start / kv_heads) as usize..(slice.workgroups.end / kv_heads) as usize];
+        let sizes: Vec<u32> = of_slice.iter().map(|item| item[3] - item[2]).collect();
         match tiles.prefill.order {
             ItemOrder::LargeFirst => assert!(sizes.is_sorted_by(|a, b| a >= b)),
             // The large half falls at even places, the small half rises between.
@@ -296,14 +353,24 @@ fn check(batch: &Owned) {
     // By tile row of the whole call, and by index of KV head 0's state: the keys taken in.
     let mut results: HashMap<u32, Vec<Range<u32>>> = HashMap::new();
     let mut states: HashMap<u32, Vec<Range<u32>>> = HashMap::new();
-    for (kernel, items, tile_rows) in
-        [(KernelId::Prefill, &prefill, tiles.prefill_rows()), (KernelId::Decode, &decode, tiles.decode_rows)]
-    {
-        for (number, &[index, first_row, begin, end]) in (0..).zip(items) {
-            let group_of_item = groups[&(kernel, number)];
+    let mut peak = 0;
+    for slice in plan.slices() {
+        let numbers = (slice.workgroups.start / kv_heads) as usize..(slice.workgroups.end / kv_heads) as usize;
+        let (items, tile_rows) = match slice.kernel {
+            KernelId::Prefill => (&prefill, tiles.prefill_rows()),
+            KernelId::Decode => (&decode, tiles.decode_rows),
+            _ => {
+                peak = peak.max(states.len() as u64);
+                merge[numbers].iter().for_each(|item| check_merge(batch, &plan, *item, &mut states, &mut results));
+                continue;
+            }
+        };
+        for (number, &[index, first_row, begin, end]) in (0..).zip(items).skip(numbers.start).take(numbers.len()) {
+            let group_of_item = groups[&(slice.kernel, number)];
             let here = |key: u32| !grouped || batch.group_of(&plan, index, key) == group_of_item;
             let record = record(&plan, index);
-            let row_count = record.q_len * group;
+            assert!(record.rows_end <= record.q_len * group);
+            let row_count = record.rows_end;
             let split = (begin / record.split_keys).checked_sub(record.first_split).unwrap();
             assert!(first_row < row_count && begin <= end && split < record.splits);
             assert!(end <= begin / record.split_keys * record.split_keys + record.split_keys || end == begin);
@@ -329,48 +396,22 @@ fn check(batch: &Owned) {
                     from = next;
                 }
                 let keys = own;
-                let before = if record.partial_begin == NO_STATES {
+                let before = if record.state_rows == 0 {
                     results.insert(record.q_begin * group + row, keys).is_some()
                 } else {
-                    states.insert(record.partial_begin + split * kv_heads * row_count + row, keys).is_some()
+                    states.insert(record.state(split, row, kv_heads), keys).is_some()
                 };
                 assert!(!before, "row {row} of record {index} is written twice");
             }
         }
     }
-    let all_states = states.len() as u64 * u64::from(kv_heads);
-    assert!(states.keys().all(|index| u64::from(*index) < all_states));
+    let all_states = peak * u64::from(kv_heads);
     assert_eq!(plan.workspace_bytes(), all_states * state_bytes(&tiles));
-    for &[index, first_row, begin, end] in &merge {
-        let own = record(&plan, index);
-        let sources = match plan.names_sources() {
-            false => vec![index],
-            true => plan.words[begin as usize..end as usize].to_vec(),
-        };
-        assert!(end <= params.owners && first_row < own.q_len * group);
-        for row in first_row..(first_row + tiles.merge_rows).min(own.q_len * group) {
-            let parts = sources.iter().flat_map(|source| {
-                let source = record(&plan, *source);
-                let first = source.partial_begin + (own.q_begin - source.q_begin) * group + row;
-                (0..source.splits).map(move |split| first + split * kv_heads * source.q_len * group)
-            });
-            // A state is of one row, and is folded once.
-            let parts: Vec<_> = parts.map(|state| states.remove(&state).unwrap()).collect();
-            let chains = &plan.chains()[index as usize];
-            assert!(parts.len() == 1 || chains.accumulate as usize > 2 * parts.len());
-            let parts = parts.concat();
-            // In the order that the bound goes by: what is gone through later lies later in it.
-            let place =
-                |key: u32| chains.order.iter().position(|keys| keys.contains(&key)).map_or((0, key), |at| (at, key));
-            assert!(parts.iter().map(|keys| place(keys.start)).is_sorted(), "{parts:?}, {:?}", chains.order);
-            assert!(chains.order.iter().all(|keys| keys.start.is_multiple_of(chains.step_keys)));
-            assert!(results.insert(own.q_begin * group + row, parts).is_none(), "row {row} is merged twice");
-        }
-    }
+    assert!(all_states <= batch.states_max);
     assert!(states.is_empty(), "states that nobody folds: {states:?}");
     // Every row has met each key that it sees once, in order, and no other.
     for row in 0..total_q * group {
-        let mut met = results.remove(&row).expect("a row without a result");
+        let mut met = results.get(&row).expect("a row without a result").clone();
         if grouped {
             met.sort_unstable_by_key(|keys| keys.start);
         }
@@ -381,14 +422,14 @@ fn check(batch: &Owned) {
         });
         assert_eq!(end, if visible.is_empty() { visible.start } else { visible.end });
     }
-    assert!(results.is_empty(), "results of rows that do not exist");
+    assert!(results.len() as u32 == total_q * group, "results of rows that do not exist");
 
     let mut counted = SequenceSize { words: batch.page_ids().len() as u64, states: 0 };
     let (mut q_begin, mut page_begin, mut mask_words, mut pairs) = (0, 0, 0, 0);
     for (seq, (q_len, kv_len, pages)) in (0_u32..).zip(&batch.seqs) {
         let words = &plan.words[RECORD_WORDS * seq as usize..][..RECORD_WORDS];
         assert_eq!(words[..4], [q_begin, *q_len, *kv_len, page_begin]);
-        assert_eq!(words[8..], [mask_words, pairs]);
+        assert_eq!(words[10..], [mask_words, pairs]);
         assert!((q_begin..q_begin + q_len).all(|row| owners == 0 || plan.words[(params.owners + row) as usize] == seq));
         let decodes = *q_len == 1 || q_len * group <= 16;
         assert_eq!(words[7], if decodes { SPLIT_KEYS } else { tiles.prefill.split_keys });
@@ -412,9 +453,10 @@ fn check(batch: &Owned) {
         assert!(batch.window.0.is_some() || ends.all(|tokens| tokens.is_multiple_of(chains.step_keys)));
     }
     assert_eq!(plan.score_pairs, u64::from(pairs));
-    if batch.prefixes.is_empty() && !grouped {
+    if batch.prefixes.is_empty() && !grouped && batch.states_max == u64::MAX {
         assert_eq!(counted, SequenceSize { words: plan.words.len() as u64, states: all_states });
     }
+    results
 }
 
 proptest! {
@@ -423,6 +465,20 @@ proptest! {
     #[test]
     fn every_row_meets_every_visible_key_once(batch in batch(any::<bool>())) {
         check(&batch);
+    }
+
+    /// Rounds change nothing for a row, whatever a workspace may have.
+    #[test]
+    fn rounds_change_nothing(batch in batch(any::<bool>()), states_max in prop_oneof![0_u64..40, 40_u64..4000]) {
+        let limited = Owned { states_max, ..batch.clone() };
+        match limited.try_plan() {
+            Ok(_) => prop_assert_eq!(check(&limited), check(&batch)),
+            Err(PlanError::Workspace { needed, limit, .. }) => {
+                prop_assert_eq!(limit, states_max * state_bytes(&batch.tiles()));
+                prop_assert!(needed > limit && batch.plan().workspace_bytes() >= needed);
+            }
+            Err(error) => prop_assert!(false, "{error}"),
+        }
     }
 
     #[test]
@@ -511,7 +567,7 @@ fn of_record(plan: &Plan, index: usize) -> (Vec<u32>, [Vec<[u32; 3]>; 3]) {
     let (page_begin, params) = (record[3] as usize, &plan.params);
     let pages = params.page_ids as usize + page_begin;
     let first_page = plan.words.get(pages).copied().filter(|_| record[2] > 0);
-    let direct = u32::from(record[4] == NO_STATES);
+    let direct = u32::from(record[9] == 0);
     let numbers =
         [record[1], record[2], direct, record[5], record[6], record[7]].into_iter().chain(first_page).collect();
     let lists =
@@ -555,6 +611,7 @@ fn read_once(facts: AdapterFacts) {
         page_size: PageSize::new(16).unwrap(),
         page_count: 320,
         segments: (u32::MAX, 1),
+        states_max: u64::MAX,
         seqs: (0..16).map(|seq| (1, 4160, table(seq))).collect(),
         prefixes: Vec::new(),
     };
@@ -612,6 +669,7 @@ fn four() -> Owned {
         page_size: PageSize::new(8).unwrap(),
         page_count: 50,
         segments: (u32::MAX, 1),
+        states_max: u64::MAX,
         seqs: (0..4).map(|seq| (1, 40, table(seq).to_vec())).collect(),
         prefixes: Vec::new(),
     }
@@ -717,12 +775,14 @@ fn words_out_of_range_are_noticed() {
             ("kv_len", 2, 7),
             ("page_begin", 3, 9_999),
             ("split keys", 7, 0),
-            ("bias", 9, 99_999),
+            ("rows end", 8, 9_999),
+            ("rows with states", 9, 9_999),
+            ("bias", 11, 99_999),
         ] {
-            noticed(what, 10 * 5 + at, word);
+            noticed(what, RECORD_WORDS as u32 * 5 + at, word);
         }
         let split = plan.words[RECORD_WORDS * 5 + 4];
-        noticed("state", 10 * 5 + 4, split + 1_000);
+        noticed("state", RECORD_WORDS as u32 * 5 + 4, split + 1_000);
         let mut short = plan.clone();
         short.workspace_bytes -= state_bytes(&batch.tiles());
         assert!(short.out_of_range().is_some(), "workspace: nobody notices");

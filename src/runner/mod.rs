@@ -138,6 +138,9 @@ pub struct RunOptions {
     /// Multiply-adds of a submit at most ([`crate::Plan::cut`]); `None` goes by what the runner has measured
     /// ([`Runner::bound_submits`]). It changes no bit.
     pub submit_work_max: Option<u64>,
+    /// Bytes of partial states at a time at most ([`Attention::with_workspace_max`]); `None` is what the device can bind. It
+    /// changes no bit.
+    pub workspace_max: Option<u64>,
 }
 
 impl RunOptions {
@@ -154,6 +157,7 @@ impl RunOptions {
             shared_prefixes: Vec::new(),
             variants: None,
             submit_work_max: None,
+            workspace_max: None,
         }
     }
 
@@ -199,7 +203,16 @@ impl RunOptions {
         let (table, layout) = self.lay_out(case)?;
         let (batch, extras, tiles) = (table.batch(case), self.extras(case), self.kernels(case, variants).tiles());
         let (prefixes, mask) = (&self.shared_prefixes, case.extras().mask.as_deref());
-        Ok(Plan::new(&batch, &SegmentGroups::whole(&layout), case.options(), &extras, &tiles, prefixes, mask)?)
+        Ok(Plan::new(
+            &batch,
+            &SegmentGroups::whole(&layout),
+            case.options(),
+            &extras,
+            &tiles,
+            prefixes,
+            mask,
+            self.workspace_max.unwrap_or(u64::MAX),
+        )?)
     }
 
     /// The page table and the pool that a run will have.
@@ -426,6 +439,7 @@ impl Runner {
         let variants = options.variants.or(choice.as_ref().map(|choice| choice.variants)).unwrap_or(base);
         let kernels = self.kernels(&config.kernels(variants))?;
         let attention = Attention::with_kernels(kernels, &config)?;
+        let attention = attention.with_workspace_max(options.workspace_max.unwrap_or(u64::MAX));
         let batch = table.batch(case);
         let mask = case.extras().mask.as_deref();
         let mut plan = match (options.shared_prefixes.as_slice(), mask) {

@@ -18,6 +18,7 @@ mod groups;
 mod options;
 mod random;
 mod real;
+mod rounds;
 mod segments;
 mod shared;
 mod slices;
