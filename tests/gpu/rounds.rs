@@ -120,7 +120,8 @@ fn rounds_of_groups() {
         let options = RunOptions { variants: Some(variants), segment_pages, ..run_options(&spec) };
         let submits = check(&mut runner, &mut tally, &format!("{spec}, {variants}"), &case, &options);
         assert!(submits > 20, "{submits} submits");
-        let rounds = RunOptions { workspace_max: Some(12_000), ..options };
+        // Less than a tile has.
+        let rounds = RunOptions { workspace_max: Some(3_000), ..options };
         let config = rounds.kernels(&case, variants);
         for (kernel, fault, from, to) in [
             (
