@@ -749,12 +749,13 @@ fn batches_that_cannot_be_planned() {
     let limit = u64::from(u32::MAX);
     assert_eq!(huge.plan(&batch), Err(PlanError::TooMany { what: "output vectors", needed: 1 << 32, limit }));
 
-    // Partial states: 4,096 splits of 16 rows and 1,024 KV heads, each of 65 vectors.
+    // Partial states of a row: 4,096 splits and 1,024 KV heads, each of 65 vectors. No binding holds them.
     let wide = attention(&config(HeadGeometry::new(16_384, 1024, 256).unwrap(), Dtype::F16, 4096, 1));
     let table = [0; 256];
     let batch = Batch { q_indptr: &[0, 1], page_indptr: &[0, 256], page_ids: &table, kv_len: &[256 * 4096] };
-    let needed = (256 * 4096 / u64::from(SPLIT_KEYS)) * 16 * 1024 * 65;
-    assert_eq!(wide.plan(&batch), Err(PlanError::TooMany { what: "vectors of partial states", needed, limit }));
+    let needed = (256 * 4096 / u64::from(SPLIT_KEYS)) * 1024 * 65 * 16;
+    let limit = (128 << 20) - 256;
+    assert_eq!(wide.plan(&batch), Err(PlanError::Workspace { seq: 0, needed, limit }));
 }
 
 #[test]

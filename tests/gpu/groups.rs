@@ -5,12 +5,16 @@ use std::ops::Range;
 
 use paged_attention::kernels::{AdapterFacts, KernelId, Kernels, SourceEdit, Variants};
 use paged_attention::{
-    Case, Dtype, KvDtype, KvDtypes, KvSource, Output, Pairing, Rotary, RunOptions, Runner, SharedPrefix, wgpu,
+    Append, AppendPlan, AppendSource, AttentionConfig, AttentionIo, Batch, Case, DevicePlan, Dtype, Extras, KvDtype,
+    KvDtypes, KvLayout, KvSource, KvStore, Output, PageCopy, PageSize, Pairing, Rotary, RunOptions, Runner,
+    SharedPrefix, Workspace, wgpu,
 };
 use paged_attention_cases::{
     Alibi, Bias, BiasValues, CaseSpec, Heads, Mask, Modifiers, PageOrder, Pool, SharedSpec, Sinks, build, shared,
 };
 
+use crate::api::Host;
+use crate::api::host::{Guarded, owned, padded_rows};
 use crate::common::{Gpu, Tally, bits, gpu, judge, rows_of, run_options, say};
 
 /// Prompts, a short chunk, decodes of one split and of several.
@@ -291,4 +295,100 @@ fn a_page_outside_the_pool_is_reported() {
         let error = runner.run(&case, &options).unwrap_err();
         assert!(error.to_string().contains("page"), "{error}");
     }
+}
+
+/// An application with a store in four groups of one segment: an append and a plan that are written into room for them, copies
+/// of pages inside of segments and between them, and a swap to the host and back.
+#[test]
+fn an_application_in_groups() {
+    let (Some(gpu), Some(_)) = (gpu(), crate::api::host()) else { return };
+    let limits = wgpu::Limits { max_storage_buffers_per_shader_stage: 6, ..wgpu::Limits::default() };
+    let host = Host::open(gpu, limits.clone());
+    let device = &host.device;
+    let lengths = [(10, 30), (1, 17), (3, 3)];
+    let spec = CaseSpec::new("groups/application", HEADS, lengths).dtype(Dtype::F16).causal(true);
+    let spec = spec.contiguous(Pool::new(4)).seed(98);
+    let case = build(&spec).unwrap();
+    let KvSource::Contiguous { k, v, .. } = case.kv() else { panic!("contiguous") };
+    let segment_pages = NonZeroU32::new(5).unwrap();
+    let layout = KvLayout::new(*case.geometry(), Dtype::F16, PageSize::new(4).unwrap(), 20).unwrap();
+    let layout = layout.with_segment_pages(segment_pages);
+    let new_rows = Dtype::F16.into();
+    let (options, extras) = (*case.options(), Extras::NONE);
+    let attention =
+        host.attention(&AttentionConfig { q: Dtype::F16, out: Dtype::F32, layout, new_rows, options, extras });
+    let mut store = pollster::block_on(KvStore::new(device, &layout, 1, 2)).unwrap();
+    let workspace = Workspace::new(device, 1 << 20).unwrap();
+
+    // All tokens are new, and come where the first eight pages of the first sequence are not to stay.
+    let page_indptr = [0, 8, 13, 14];
+    let kv_len = lengths.map(|(_, kv_len)| kv_len);
+    let before = [0, 7, 12, 19, 3, 6, 15, 8, 1, 16, 11, 5, 18, 13];
+    let after = [2, 9, 4, 19, 3, 10, 15, 14, 1, 16, 11, 5, 17, 13];
+    let append = Append::with_capacity(device, &layout, &new_rows, 50).unwrap();
+    let tokens = Batch { q_indptr: &[0, 30, 47, 50], page_indptr: &page_indptr, page_ids: &before, kv_len: &kv_len };
+    let [q, k, v] = [case.q(), k, v].map(|tensor| Guarded::new(&host, &padded_rows(tensor, 16)));
+    let (k, v) = (k.binding(), v.binding());
+    let source = AppendSource { k, v, kv: store.pages(0).unwrap(), head_scales: None };
+    let append_call = append.bind(device, attention.kernels(), source, &workspace).unwrap();
+    let mut belt = wgpu::util::StagingBelt::new(device.clone(), 1 << 16);
+    let mut encoder = host.encoder();
+    append.write(&mut belt, &mut encoder, &AppendPlan::new(&layout, &tokens).unwrap()).unwrap();
+    append_call.encode(&mut encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default()));
+    belt.finish();
+    host.queue.submit([encoder.finish()]);
+
+    // 0 to 2 and 7 to 9 stay in their segments, 12 and the others go to another; 18 goes to 17 by way of the host.
+    let mut workgroups = append_call.workgroups();
+    let on_device = [(0, 2), (7, 9), (12, 4), (6, 10), (8, 14)].map(|(from, to)| PageCopy::OnDevice { from, to });
+    let list = [&on_device[..], &[PageCopy::ToHost { page: 18, slot: 1 }]].concat();
+    for list in [&list[..], &[PageCopy::ToDevice { slot: 1, page: 17 }]] {
+        let copies = store.copies(device, list, &workspace).unwrap();
+        workgroups += copies.workgroups();
+        let mut encoder = host.encoder();
+        let to_host = copies.encode(&mut encoder);
+        host.queue.submit([encoder.finish()]);
+        if let Some(to_host) = to_host {
+            to_host.buffer().map_async(wgpu::MapMode::Read, .., |mapped| mapped.unwrap());
+            device.poll(wgpu::PollType::wait_indefinitely()).unwrap();
+            assert_eq!(store.receive(&to_host).unwrap(), 1);
+        }
+    }
+
+    let batch = Batch { q_indptr: case.q_indptr(), page_indptr: &page_indptr, page_ids: &after, kv_len: &kv_len };
+    let plan = attention.plan(&batch).unwrap();
+    // What the sequences need one by one is enough for all of them.
+    let alone = |seq: usize| {
+        let pages = page_indptr[seq] as usize..page_indptr[seq + 1] as usize;
+        let (q_indptr, page_indptr) = ([0, lengths[seq].0], [0, pages.len() as u32]);
+        let page_ids = &after[pages];
+        let batch = Batch { q_indptr: &q_indptr, page_indptr: &page_indptr, page_ids, kv_len: &kv_len[seq..=seq] };
+        attention.plan(&batch).unwrap().capacity()
+    };
+    let capacity = alone(0).and(alone(1)).and(alone(2));
+    let device_plan = DevicePlan::with_capacity(device, &attention, &capacity).unwrap();
+    let bytes = attention.config().buffer_bytes(capacity.total_q);
+    let [out, lse] = [bytes.out, bytes.lse].map(|bytes| Guarded::unwritten(&host, bytes));
+    let kv = store.pages(0).unwrap();
+    let io = AttentionIo { q: q.binding(), kv, out: out.binding(), lse: lse.binding(), heads: None, bias: None };
+    let call = attention.bind(device, &device_plan, io, &workspace).unwrap();
+    belt.recall();
+    let mut encoder = host.encoder();
+    device_plan.write(&mut belt, &mut encoder, &plan).unwrap();
+    attention.encode(&mut encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default()), &call);
+    belt.finish();
+    host.queue.submit([encoder.finish()]);
+    // Prefill and decode in several groups each, and a merge.
+    assert!(call.slices() > 4, "{} slices", call.slices());
+    host.status(&workspace).check(workgroups + call.workgroups()).unwrap();
+
+    // The same pages by the runner.
+    let mut runner = gpu.limited_runner(limits.or_worse_values_from(&gpu.adapter().limits()));
+    let variants = Some(attention.kernels().config().variants);
+    let page_ids = Some(after.to_vec());
+    let run = RunOptions { variants, page_ids, segment_pages: Some(segment_pages), ..run_options(&spec) };
+    let expected = runner.run(&case, &run).unwrap();
+    judge(&case, &expected).unwrap();
+    let found = [owned(Dtype::F32, &out.read(&host, "out"), 16), owned(Dtype::F32, &lse.read(&host, "lse"), 1)];
+    assert_eq!(bits("out", &found[0], &expected.out).or(bits("lse", &found[1], &expected.lse)), None);
 }
