@@ -11,7 +11,7 @@ use crate::geometry::{Dtype, HeadGeometry};
 use crate::kernels::{AdapterFacts, BuildError, KernelConfig, KernelId, Kernels, Modifiers, Variants, fold_grid};
 use crate::kv::{KvLayout, NewRows, SegmentGroups};
 use crate::plan::{
-    DevicePlan, Dispatch, PARAMS_BYTES, Plan, PlanBuffer, PlanCapacity, PlanError, SharedPrefix, Written,
+    DevicePlan, Dispatch, PARAMS_BYTES, Plan, PlanBuffer, PlanCapacity, PlanError, Setting, SharedPrefix, Written,
 };
 use crate::status::STATUS_WORDS;
 
@@ -462,16 +462,9 @@ impl Attention {
         if extras.mask != mask.is_some() {
             return Err(PlanError::MaskGiven { given: mask.is_some() });
         }
-        Plan::new(
-            batch,
-            &self.groups(),
-            options,
-            extras,
-            &self.kernels.config().tiles(),
-            prefixes,
-            mask,
-            self.workspace_max,
-        )
+        let workspace_max = self.workspace_max;
+        let (pool, tiles) = (&self.groups(), &self.kernels.config().tiles());
+        Plan::new(batch, &Setting { pool, options, extras, tiles, workspace_max }, prefixes, mask)
     }
 
     /// Binds a plan to one layer's buffers. A call stays valid as long as its buffers and may be recorded any

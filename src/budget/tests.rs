@@ -9,7 +9,7 @@ use crate::case::AttentionOptions;
 use crate::geometry::{Dtype, HeadGeometry, PageSize};
 use crate::kernels::{AdapterFacts, Variants};
 use crate::kv::{AppendPlan, KvLayout, SegmentGroups};
-use crate::plan::Plan;
+use crate::plan::{Plan, Setting};
 
 fn page(tokens: u32) -> PageSize {
     PageSize::new(tokens).unwrap()
@@ -212,17 +212,10 @@ fn planned(config: &MemoryConfig, seqs: &[(u32, u32)]) -> Parts {
     let geometry = attention.layout.geometry();
     let layout = attention.layout.with_pages(page_size, page_count).unwrap();
     let tiles = attention.kernels(config.variants).tiles();
-    let plan = Plan::new(
-        &batch,
-        &SegmentGroups::whole(&layout),
-        &attention.options,
-        &attention.extras,
-        &tiles,
-        &[],
-        None,
-        u64::MAX,
-    )
-    .unwrap();
+    let AttentionConfig { options, extras, .. } = &attention;
+    let (pool, workspace_max) = (&SegmentGroups::whole(&layout), u64::MAX);
+    let setting = Setting { pool, options, extras, tiles: &tiles, workspace_max };
+    let plan = Plan::new(&batch, &setting, &[], None).unwrap();
     let append = AppendPlan::new(&layout, &batch).unwrap();
     assert_eq!(append.tokens(), batch.total_q());
     let rows = attention.buffer_bytes(batch.total_q());

@@ -246,7 +246,7 @@ impl AppendPlan {
     fn blocks(&self) -> Vec<u8> {
         let params = |segment: u32| {
             let [k_rows, v_rows, k_scales, v_scales] =
-                self.layout.strides().map(|rows| rows.from_page(segment * self.layout.segment_pages()));
+                self.layout.strides().map(|rows| rows.beginning_at(segment * self.layout.segment_pages()));
             AppendParams { k_rows, v_rows, k_scales, v_scales, ..self.params }
         };
         blocks_of((0..self.layout.segments().get()).map(params))

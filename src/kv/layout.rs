@@ -60,7 +60,7 @@ pub struct RowLayout {
 impl RowLayout {
     /// The same rows in a binding that begins with another page than the first. Offsets of the pages before it wrap, so that
     /// they lie past the binding's end: those of all pages together do not.
-    pub(crate) fn from_page(self, page: u32) -> Self {
+    pub(crate) fn beginning_at(self, page: u32) -> Self {
         Self { base: self.base.wrapping_sub(page.wrapping_mul(self.page_stride)), ..self }
     }
 

@@ -151,10 +151,10 @@ impl Params {
     fn for_group(self, groups: &SegmentGroups, group: u32) -> Self {
         let (pages, first) = (groups.pages(group), groups.segments(group).start * groups.layout().segment_pages());
         Self {
-            k_rows: self.k_rows.from_page(first),
-            v_rows: self.v_rows.from_page(first),
-            k_scales: self.k_scales.from_page(first),
-            v_scales: self.v_scales.from_page(first),
+            k_rows: self.k_rows.beginning_at(first),
+            v_rows: self.v_rows.beginning_at(first),
+            k_scales: self.k_scales.beginning_at(first),
+            v_scales: self.v_scales.beginning_at(first),
             first_page: pages.start,
             pages: pages.end - pages.start,
             ..self
@@ -179,23 +179,30 @@ pub struct Plan {
     slices: Vec<Slice>,
 }
 
+/// What plans are made for.
+#[derive(Clone, Copy)]
+pub(crate) struct Setting<'a> {
+    pub pool: &'a SegmentGroups,
+    pub options: &'a AttentionOptions,
+    pub extras: &'a Extras,
+    pub tiles: &'a Tiles,
+    /// Bytes of partial states that there may be at the same time.
+    pub workspace_max: u64,
+}
+
 /// A reach that has no end, in [`Params`].
 const UNLIMITED: u32 = u32::MAX;
 
 impl Plan {
-    /// Plans attention of `batch` over a pool in `pool` groups of segments, with up to `workspace_max` bytes of partial states at
-    /// the same time. `mask` has an entry for every query row and key of its
-    /// sequence, row by row, or is left out.
+    /// Plans attention of `batch`. `mask` has an entry for every query row and key of its sequence, row by row, or is left
+    /// out.
     pub(crate) fn new(
         batch: &Batch<'_>,
-        pool: &SegmentGroups,
-        options: &AttentionOptions,
-        extras: &Extras,
-        tiles: &Tiles,
+        setting: &Setting<'_>,
         prefixes: &[SharedPrefix],
         mask: Option<&[bool]>,
-        workspace_max: u64,
     ) -> Result<Self, PlanError> {
+        let Setting { pool, options, extras, tiles, .. } = setting;
         let layout = pool.layout();
         batch.validate(layout.page_size(), layout.page_count())?;
         let levels = Levels::new(batch, layout.page_size(), prefixes)?;
@@ -214,8 +221,7 @@ impl Plan {
         }
         let geometry = layout.geometry();
         let mask = mask.map(|mask| Mask::new(mask, batch)).transpose()?;
-        let lists =
-            WorkLists::new(&Step { batch, pool, options, extras, tiles, mask: mask.as_ref(), workspace_max }, &levels)?;
+        let lists = WorkLists::new(&Step { batch, setting: *setting, mask: mask.as_ref() }, &levels)?;
         let kv_heads = geometry.kv_heads();
         let groups = |items: &[Item], what| {
             let needed = items.len() as u64 * u64::from(kv_heads);
@@ -280,9 +286,9 @@ impl Plan {
             params,
             words,
             total_q: batch.total_q(),
-            groups: *pool,
-            tiles: *tiles,
-            extras: *extras,
+            groups: **pool,
+            tiles: **tiles,
+            extras: **extras,
             score_pairs: lists.score_pairs,
             workspace_bytes: workspace_bytes(lists.states_max, tiles)?,
             kv_bytes_read: lists.keys
@@ -532,19 +538,15 @@ fn in_order(parts: &[Part], page_size: PageSize, order: &mut Vec<Range<u32>>) {
     let begin = stretches.iter().map(|keys| keys.start).min().unwrap_or(keys.end);
     let end = stretches.iter().map(|keys| keys.end).max().unwrap_or(keys.end);
     let before = std::iter::once(keys.start..begin);
-    order.extend(before.chain(stretches).chain([end..keys.end]).filter(|keys| !keys.is_empty()));
+    let behind = std::iter::once(end..keys.end);
+    order.extend(before.chain(stretches).chain(behind).filter(|keys| !keys.is_empty()));
 }
 
 /// What work items are made of.
 struct Step<'a> {
     batch: &'a Batch<'a>,
-    pool: &'a SegmentGroups,
-    options: &'a AttentionOptions,
-    extras: &'a Extras,
-    tiles: &'a Tiles,
+    setting: Setting<'a>,
     mask: Option<&'a Mask>,
-    /// Bytes of partial states that there may be at the same time.
-    workspace_max: u64,
 }
 
 /// A sequence, and what becomes of its rows.
@@ -564,7 +566,7 @@ impl Planned<'_> {
 
 /// Partial states of parts.
 fn states_of<'a>(step: &Step<'_>, parts: impl IntoIterator<Item = &'a Part>) -> u64 {
-    let kv_heads = u64::from(step.pool.layout().geometry().kv_heads());
+    let kv_heads = u64::from(step.setting.pool.layout().geometry().kv_heads());
     let states = |part: &Part| part.pass.splits.len() as u64 * kv_heads * u64::from(step.rows(part));
     parts.into_iter().map(states).fold(0, u64::saturating_add)
 }
@@ -580,16 +582,16 @@ impl Step<'_> {
         keys: Range<u32>,
         shared: bool,
     ) -> Result<Vec<Part>, PlanError> {
-        let (layout, page_size) = (self.pool.layout(), self.pool.layout().page_size());
+        let (layout, page_size) = (self.setting.pool.layout(), self.setting.pool.layout().page_size());
         let rows = entry(self.batch.q_indptr, seqs.start)..entry(self.batch.q_indptr, seqs.end);
-        let seen = seen(self.batch, self.options, &rows, &keys);
+        let seen = seen(self.batch, self.setting.options, &rows, &keys);
         check_pages(self.batch, page_size, seqs.start, &seen)?;
         // Whose pages are all of one group is no concern of the others.
         let mut by_group: BTreeMap<u32, Option<Vec<u32>>> = BTreeMap::new();
-        if self.pool.count() > 1 && !seen.is_empty() {
+        if self.setting.pool.count() > 1 && !seen.is_empty() {
             let table = entry(self.batch.page_indptr, seqs.start);
             for place in seen.start / page_size.get()..page_size.pages_for(seen.end) {
-                let group = self.pool.of_page(entry(self.batch.page_ids, (table + place) as usize));
+                let group = self.setting.pool.of_page(entry(self.batch.page_ids, (table + place) as usize));
                 by_group.entry(group).or_default().get_or_insert_default().push(place);
             }
         }
@@ -610,12 +612,12 @@ impl Step<'_> {
                 rows: rows.clone(),
                 seq: seqs.start,
                 seen: !seen.is_empty(),
-                pass: self.tiles.pass(layout.geometry(), rows.end - rows.start, keys.clone(), 0..0, shared),
+                pass: self.setting.tiles.pass(layout.geometry(), rows.end - rows.start, keys.clone(), 0..0, shared),
                 group,
                 entries,
             };
             let seen = part.trimmed(seen.clone(), page_size);
-            part.pass = self.tiles.pass(layout.geometry(), rows.end - rows.start, keys.clone(), seen, shared);
+            part.pass = self.setting.tiles.pass(layout.geometry(), rows.end - rows.start, keys.clone(), seen, shared);
             Ok(part)
         };
         by_group.into_iter().map(&mut part).collect()
@@ -623,17 +625,17 @@ impl Step<'_> {
 
     /// Whether merges name what they fold.
     fn names_sources(&self) -> bool {
-        self.extras.shared_prefixes || self.pool.count() > 1
+        self.setting.extras.shared_prefixes || self.setting.pool.count() > 1
     }
 
     /// Partial states that there may be at the same time.
     fn states_max(&self) -> u64 {
-        self.workspace_max / state_bytes(self.tiles)
+        self.setting.workspace_max / state_bytes(self.setting.tiles)
     }
 
     /// Tile rows of a part.
     fn rows(&self, part: &Part) -> u32 {
-        (part.rows.end - part.rows.start) * self.pool.layout().geometry().group()
+        (part.rows.end - part.rows.start) * self.setting.pool.layout().geometry().group()
     }
 
     /// A sequence with its parts.
@@ -660,14 +662,14 @@ impl Step<'_> {
 
     /// The items of a split, one per tile of `rows`, and the runs of a mask.
     fn items(&self, part: &Part, split: u32, tile_rows: Range<u32>, runs: &mut Vec<Run>) -> Vec<Item> {
-        let (layout, Part { record, rows, pass, .. }) = (self.pool.layout(), part);
+        let (layout, Part { record, rows, pass, .. }) = (self.setting.pool.layout(), part);
         let (group, page_size) = (layout.geometry().group(), layout.page_size());
         let split_begin = split * pass.split_keys;
         let whole = common(&pass.keys, &(split_begin..split_begin.saturating_add(pass.split_keys)));
         let item = |first_row: u32| {
             let last_row = first_row.saturating_add(pass.tile_rows - 1).min(tile_rows.end - 1);
             let tile = rows.start + first_row / group..rows.start + last_row / group + 1;
-            let mut keys = part.trimmed(seen(self.batch, self.options, &tile, &whole), page_size);
+            let mut keys = part.trimmed(seen(self.batch, self.setting.options, &tile, &whole), page_size);
             let first_run = runs.len();
             if let Some(mask) = self.mask {
                 mask.runs(tile, keys, runs);
@@ -733,7 +735,7 @@ struct WorkLists {
 
 impl WorkLists {
     fn new(step: &Step<'_>, levels: &Levels) -> Result<Self, PlanError> {
-        let Step { batch, pool, options, extras, tiles, .. } = step;
+        let Step { batch, setting: Setting { pool, options, extras, tiles, .. }, .. } = step;
         let layout = pool.layout();
         check_rows(batch.total_q(), layout.geometry(), tiles)?;
         for (seq, kv_len) in batch.kv_len.iter().copied().enumerate() {
@@ -810,8 +812,8 @@ impl WorkLists {
             return Ok(u32::MAX);
         }
         let too_large = |states: u64| {
-            let needed = states.saturating_mul(state_bytes(step.tiles));
-            Err(PlanError::Workspace { seq, needed, limit: step.workspace_max })
+            let needed = states.saturating_mul(state_bytes(step.setting.tiles));
+            Err(PlanError::Workspace { seq, needed, limit: step.setting.workspace_max })
         };
         match planned {
             [Planned { parts, .. }] if shares_none => {
@@ -846,7 +848,7 @@ impl WorkLists {
         next: &mut usize,
         others: &mut Vec<[u32; RECORD_WORDS]>,
     ) -> Result<(), PlanError> {
-        let (layout, page_size) = (step.pool.layout(), step.pool.layout().page_size());
+        let (layout, page_size) = (step.setting.pool.layout(), step.setting.pool.layout().page_size());
         let Some(own) = parts.first() else { return Ok(()) };
         let kv_len = own.pass.keys.end;
         let mut sources: Vec<&Part> = around.iter().copied().flatten().filter(|part| part.seen).collect();
@@ -859,9 +861,9 @@ impl WorkLists {
             let all = around.iter().copied().chain([parts.as_slice()]);
             all.for_each(|parts| in_order(parts, page_size, &mut order));
         }
-        let chains = step.tiles.chains(sources.iter().map(|part| &part.pass)).in_order(order);
+        let chains = step.setting.tiles.chains(sources.iter().map(|part| &part.pass)).in_order(order);
         self.chains.push(chains.scaled(layout.dtypes().has_scales()));
-        if step.extras.shared_prefixes {
+        if step.setting.extras.shared_prefixes {
             self.owners.extend(own.rows.clone().map(|_| own.record));
         }
         let row_count = step.rows(own);
@@ -886,7 +888,7 @@ impl WorkLists {
                 let end = self.sources.len() as u32;
                 let record = records.first().copied().unwrap_or(own.record);
                 let item = Item { record, first_row, begin, end, first_run: 0, runs: 0, round: self.round, group: 0 };
-                let starts = rows.clone().step_by(step.tiles.merge_rows as usize);
+                let starts = rows.clone().step_by(step.setting.tiles.merge_rows as usize);
                 self.merge.extend(starts.map(|first_row| Item { first_row, ..item }));
             }
             for (place, (part, record)) in parts.iter().zip(records).enumerate() {
@@ -910,7 +912,7 @@ impl WorkLists {
         kv_len: u32,
         fate: Fate,
     ) -> Result<[u32; RECORD_WORDS], PlanError> {
-        let layout = step.pool.layout();
+        let layout = step.setting.pool.layout();
         let splits = if fate == Fate::Nothing { 0..0 } else { part.pass.splits.clone() };
         let has_states = fate == Fate::States;
         let made = [
@@ -932,7 +934,7 @@ impl WorkLists {
             self.states += splits.len() as u64 * kv_heads * rows.len() as u64;
         }
         self.states_max = self.states_max.max(self.states);
-        workspace_bytes(self.states, step.tiles)?;
+        workspace_bytes(self.states, step.setting.tiles)?;
         let list = if part.pass.decodes { &mut self.decode } else { &mut self.prefill };
         for item in splits.flat_map(|split| step.items(part, split, rows.clone(), &mut self.runs)) {
             self.keys += part.count(&(item.begin..item.end), layout.page_size());

@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use proptest::prelude::*;
 
-use super::{PARAMS_BYTES, Params, Plan, PlanError, RECORD_WORDS, SequenceSize, SharedPrefix, state_bytes};
+use super::{PARAMS_BYTES, Params, Plan, PlanError, RECORD_WORDS, SequenceSize, Setting, SharedPrefix, state_bytes};
 use super::{SharedPrefixError, common};
 use crate::attention::Extras;
 use crate::batch::{Batch, NO_PAGE};
@@ -69,7 +69,9 @@ impl Owned {
         let workspace_max = self.states_max.saturating_mul(state_bytes(&self.tiles()));
         let extras = Extras { shared_prefixes: !self.prefixes.is_empty(), ..Extras::NONE };
         self.with_batch(|batch| {
-            Plan::new(batch, &pool, &self.options(), &extras, &self.tiles(), &self.prefixes, None, workspace_max)
+            let (options, tiles) = (&self.options(), &self.tiles());
+            let setting = Setting { pool: &pool, options, extras: &extras, tiles, workspace_max };
+            Plan::new(batch, &setting, &self.prefixes, None)
         })
     }
 

@@ -34,7 +34,7 @@ use crate::kv::{
     Append, AppendCall, AppendError, AppendPlan, AppendSource, KvDtypes, KvLayout, LayoutError, NewRows, PoolView,
     Rotary, Rotation, RowOrder, SegmentGroups,
 };
-use crate::plan::{DevicePlan, Plan, PlanError, SharedPrefix, UploadError};
+use crate::plan::{DevicePlan, Plan, PlanError, Setting, SharedPrefix, UploadError};
 use crate::selftest::SelfTestError;
 use crate::status::{STATUS_BYTES, Status, StatusError};
 use crate::tensor::TensorError;
@@ -203,16 +203,9 @@ impl RunOptions {
         let (table, layout) = self.lay_out(case)?;
         let (batch, extras, tiles) = (table.batch(case), self.extras(case), self.kernels(case, variants).tiles());
         let (prefixes, mask) = (&self.shared_prefixes, case.extras().mask.as_deref());
-        Ok(Plan::new(
-            &batch,
-            &SegmentGroups::whole(&layout),
-            case.options(),
-            &extras,
-            &tiles,
-            prefixes,
-            mask,
-            self.workspace_max.unwrap_or(u64::MAX),
-        )?)
+        let (pool, workspace_max) = (&SegmentGroups::whole(&layout), self.workspace_max.unwrap_or(u64::MAX));
+        let setting = Setting { pool, options: case.options(), extras: &extras, tiles: &tiles, workspace_max };
+        Ok(Plan::new(&batch, &setting, prefixes, mask)?)
     }
 
     /// The page table and the pool that a run will have.
