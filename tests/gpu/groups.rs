@@ -6,16 +6,17 @@ use std::ops::Range;
 use paged_attention::kernels::{AdapterFacts, KernelId, Kernels, SourceEdit, Variants};
 use paged_attention::{
     Append, AppendPlan, AppendSource, AttentionConfig, AttentionIo, Batch, Case, DevicePlan, Dtype, Extras, KvDtype,
-    KvDtypes, KvLayout, KvSource, KvStore, Output, PageCopy, PageSize, Pairing, Rotary, RunOptions, Runner,
-    SharedPrefix, Workspace, wgpu,
+    KvDtypes, KvLayout, KvSource, KvStore, Output, PageCopy, PageSize, Pairing, PlanError, Rotary, RunError,
+    RunOptions, Runner, SharedPrefix, Workspace, wgpu,
 };
 use paged_attention_cases::{
-    Alibi, Bias, BiasValues, CaseSpec, Heads, Mask, Modifiers, PageOrder, Pool, SharedSpec, Sinks, build, shared,
+    Alibi, Bias, BiasValues, CaseSpec, Crossed, Heads, Mask, Modifiers, PageOrder, Pool, SharedSpec, Sinks, build,
+    crossed, crossed_kernels, shared,
 };
 
 use crate::api::Host;
 use crate::api::host::{Guarded, owned, padded_rows};
-use crate::common::{Gpu, Tally, bits, gpu, judge, rows_of, run_options, say};
+use crate::common::{Gpu, Tally, bits, difference, gpu, judge, rows_of, run_options, say};
 
 /// Prompts, a short chunk, decodes of one split and of several.
 const MIXED: [(u32, u32); 7] = [(40, 70), (1, 600), (33, 33), (3, 90), (1, 1), (1, 45), (0, 20)];
@@ -391,4 +392,43 @@ fn an_application_in_groups() {
     judge(&case, &expected).unwrap();
     let found = [owned(Dtype::F32, &out.read(&host, "out"), 16), owned(Dtype::F32, &lse.read(&host, "lse"), 1)];
     assert_eq!(bits("out", &found[0], &expected.out).or(bits("lse", &found[1], &expected.lse)), None);
+}
+
+/// Options, shapes, types, page sizes and orders at random, shared prefixes among them, and partial states in rounds.
+/// `PAGED_ATTENTION_CROSSED_SEED` repeats a run.
+#[test]
+fn random_combinations_in_groups() {
+    let Some(gpu) = gpu() else { return };
+    let seed = std::env::var("PAGED_ATTENTION_CROSSED_SEED").ok().and_then(|seed| seed.parse().ok());
+    let seed = seed.unwrap_or_else(rand::random::<u64>);
+    say(&format!("groups/crossed: PAGED_ATTENTION_CROSSED_SEED={seed}"));
+    let mut tally = Tally::new("groups/crossed");
+    // WebGPU's eight: one to three segments at once.
+    let mut runner = device(gpu, 3);
+    // Compiling takes most of the time.
+    for (place, kernel) in crossed_kernels().iter().enumerate().step_by(2) {
+        for number in 0..6 {
+            let drawn = crossed(kernel, seed.wrapping_add(100 * place as u64 + number));
+            let case = drawn.build().unwrap_or_else(|error| panic!("{drawn:?}: {error}"));
+            let all = gpu.every_variant(case.geometry());
+            let Crossed { spec, prefixes, stored, order } = &drawn;
+            let options = RunOptions {
+                kv: Some(*stored),
+                order: *order,
+                shared_prefixes: prefixes.clone(),
+                variants: Some(all[place / 2 % all.len()]),
+                ..run_options(spec)
+            };
+            let options = in_segments(&options, &case, 5 + number as u32);
+            let what = format!("{drawn:?}");
+            let Some(whole) = check(&mut runner, &mut tally, &what, &case, &options) else { continue };
+            let half = RunOptions { workspace_max: Some(whole.workspace_bytes / 2), ..options };
+            match runner.run(&case, &half) {
+                Ok(output) => tally.same(what, &case, difference(&output, &whole)),
+                Err(RunError::Plan(PlanError::Workspace { .. })) => {}
+                Err(error) => tally.fail(what, Some(&case), error),
+            }
+        }
+    }
+    tally.finish();
 }
