@@ -63,18 +63,15 @@ pub enum WriteError {
 
 /// What the plans of a [`DevicePlan`] may need at most.
 ///
-/// Take it from plans of single sequences ([`Plan::capacity`]): what a sequence may need is the larger ([`PlanCapacity::or`])
-/// of what it needs at its longest with as many new tokens as it may get, with one, and with as many as still decode
-/// ([`crate::kernels::DECODE_ROWS_MAX`] rows: their keys are split); with a window, also at the lengths before, back to the last
-/// multiple of the keys of a split, since the window may lie across more splits there. A batch needs what its sequences
-/// need together ([`PlanCapacity::and`]). A step that needs more is refused ([`WriteError::Capacity`]), and can be planned
-/// with buffers of its own.
+/// [`Attention::capacity`] gives it for all steps of an application, from the largest numbers that they may have. Plans of
+/// sample batches ([`Plan::capacity`]) are no substitute: a shorter sequence, or one with fewer new tokens, may need more. A
+/// step that needs more is refused ([`WriteError::Capacity`]), and can be planned with buffers of its own.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PlanCapacity {
     /// Words of work items, page tables and the like.
     pub words: u64,
-    /// Blocks of parameters: one, and one for each slice of a kernel whose work was cut ([`Plan::cut`]). Cutting a batch
-    /// may take more than its sequences tell.
+    /// Blocks of parameters: one, and one for each slice of a kernel whose work was cut ([`Plan::cut`]). Who cuts plans adds
+    /// as many slices as they have at most.
     pub blocks: u32,
     /// Query rows of all sequences.
     pub total_q: u32,
