@@ -17,7 +17,7 @@ use bytemuck::{Pod, Zeroable};
 use thiserror::Error;
 
 pub use self::device::{DevicePlan, PlanCapacity, UploadError, WriteError};
-pub(crate) use self::device::{PARAMS_BYTES, PlanBuffer, Written, plan_buffer_bytes};
+pub(crate) use self::device::{PARAMS_BYTES, PlanBuffer, Written, plan_buffer_bytes, written_buffer_bytes};
 use self::mask::{Mask, Run};
 pub use self::most::StepMax;
 pub(crate) use self::most::{Need, Setting};

@@ -1,10 +1,15 @@
 //! A device that is lost, commands that never reach it or only in part: typed errors, nothing half done, and what can go
 //! on goes on.
 
-use paged_attention::{DevicePlan, Dtype, RunError, RunOptions, Status, StatusError, Workspace, wgpu};
+use paged_attention::kernels::{KernelId, Kernels, SourceEdit};
+use paged_attention::{
+    Append, AppendPlan, AppendSource, Attention, Batch, DevicePlan, Dtype, RunError, RunOptions, Status, StatusError,
+    Workspace, wgpu,
+};
 use paged_attention_cases::{CaseSpec, Heads, Pool, build};
 
-use crate::api::{Layer, batch, host};
+use crate::api::host::Guarded;
+use crate::api::{Host, Layer, batch, host};
 use crate::common::{CONFIGS, bits, difference, gpu, run_options};
 
 const LENGTHS: [(u32, u32); 3] = [(40, 90), (1, 600), (3, 20)];
@@ -108,4 +113,120 @@ fn commands_that_were_not_submitted() {
     host.status(&workspace).check(found + needed).unwrap();
     let [out, lse] = layer.results(host);
     assert_eq!(bits("out", &out, &expected.out).or(bits("lse", &lse, &expected.lse)), None);
+}
+
+/// A server's step, written into the same buffers each time.
+struct Written<'a> {
+    host: &'a Host,
+    attention: &'a Attention,
+    batch: Batch<'a>,
+    plan: DevicePlan,
+    append: Append,
+    belt: wgpu::util::StagingBelt,
+}
+
+impl<'a> Written<'a> {
+    fn new(host: &'a Host, attention: &'a Attention, batch: Batch<'a>) -> Self {
+        let (config, device) = (attention.config(), &host.device);
+        let capacity = attention.plan(&batch).unwrap().capacity();
+        Self {
+            host,
+            attention,
+            batch,
+            plan: DevicePlan::with_capacity(device, attention, &capacity).unwrap(),
+            append: Append::with_capacity(device, &config.layout, &config.new_rows, batch.total_q()).unwrap(),
+            belt: wgpu::util::StagingBelt::new(device.clone(), 1 << 16),
+        }
+    }
+
+    /// Writes the plans of a step; the commands are submitted, or given up.
+    fn write(&mut self, arrives: bool) {
+        let mut encoder = self.host.encoder();
+        self.plan.write(&mut self.belt, &mut encoder, &self.attention.plan(&self.batch).unwrap()).unwrap();
+        let append = AppendPlan::new(&self.attention.config().layout, &self.batch).unwrap();
+        self.append.write(&mut self.belt, &mut encoder, &append).unwrap();
+        self.belt.finish();
+        if arrives {
+            self.host.queue.submit([encoder.finish()]);
+        } else {
+            drop(encoder);
+        }
+        self.belt.recall();
+    }
+
+    /// A call of some kernels, over a layer of its own, and what it says of itself.
+    fn call(&mut self, layer: &Layer<'_>, appends: bool, before: impl FnOnce(&mut Self)) -> Result<(), StatusError> {
+        let (host, attention) = (self.host, self.attention);
+        let layout = &attention.config().layout;
+        let workspace = Workspace::new(&host.device, attention.plan(&self.batch).unwrap().workspace_bytes()).unwrap();
+        let pages = Guarded::unwritten(host, layout.bytes());
+        let rows = u64::from(self.batch.total_q() * layout.geometry().kv_heads());
+        let rows = Guarded::unwritten(host, rows * u64::from(Dtype::F32.row_words(layout.geometry().head_dim())) * 4);
+        let source =
+            AppendSource { k: rows.binding(), v: rows.binding(), kv: vec![pages.binding()], head_scales: None };
+        let append = self.append.bind(&host.device, attention.kernels(), source, &workspace).unwrap();
+        let call = attention.bind(&host.device, &self.plan, layer.io(), &workspace).unwrap();
+        let mut encoder = host.encoder();
+        {
+            let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
+            if appends {
+                append.encode(&mut pass);
+            } else {
+                attention.encode(&mut pass, &call);
+            }
+        }
+        let needed = if appends { append.workgroups() } else { call.workgroups() };
+        assert!(needed > 0);
+        before(self);
+        host.queue.submit([encoder.finish()]);
+        host.status(&workspace).check(needed)
+    }
+}
+
+/// The encoder of a plan's write is given up, and its calls are submitted all the same, over the plan before: of the same
+/// numbers, so that no count tells. And calls are submitted after the write that comes behind them.
+#[test]
+fn a_plan_that_was_not_written() {
+    let (Some(gpu), Some(host)) = (gpu(), host()) else { return };
+    let (case, expected) = gpu.run_spec(&spec()).unwrap();
+    let attention = host.attention(&Layer::new(host, &case, Dtype::F32).config);
+    let unwritten = Err(StatusError::Unwritten { bits: 8 });
+    for appends in [false, true] {
+        for lost in [1, 2, 7] {
+            let mut written = Written::new(host, &attention, batch(&case));
+            written.write(true);
+            let layers = [0; 3].map(|_| Layer::new(host, &case, Dtype::F32));
+            written.call(&layers[0], appends, |_| ()).unwrap();
+            (0..lost).for_each(|_| written.write(false));
+            assert_eq!(written.call(&layers[1], appends, |_| ()), unwritten, "{lost} lost");
+            assert!(layers[1].is_untouched(host));
+            // What is written anew is in order, whatever was lost before.
+            written.write(true);
+            written.call(&layers[2], appends, |_| ()).unwrap();
+            if !appends {
+                let [out, lse] = layers[2].results(host);
+                assert_eq!(bits("out", &out, &expected.out).or(bits("lse", &lse, &expected.lse)), None);
+            }
+            // Recorded before the next write, submitted after it.
+            assert_eq!(written.call(&layers[1], appends, |written| written.write(true)), unwritten);
+        }
+    }
+
+    // Kernels that count workgroups which the plan has not would take such a call for a whole one.
+    let mutants = [
+        (KernelId::Prefill, "report_groups(params.prefill_groups);"),
+        (KernelId::Decode, "report_groups(params.decode_groups);"),
+        (KernelId::Merge, "report_groups(params.merge_groups);"),
+        (KernelId::Append, "report_groups(params.groups);"),
+    ];
+    let edits = mutants.map(|(kernel, from)| SourceEdit { kernel, from, to: "report_done(lane);" });
+    let kernels = pollster::block_on(Kernels::with_edits(&host.device, attention.kernels().config(), &edits)).unwrap();
+    let attention = Attention::with_kernels(kernels, attention.config()).unwrap();
+    for appends in [false, true] {
+        let mut written = Written::new(host, &attention, batch(&case));
+        let layer = Layer::new(host, &case, Dtype::F32);
+        written.write(true);
+        written.write(false);
+        assert_eq!(written.call(&layer, appends, |_| ()), Ok(()), "nobody would notice");
+    }
 }
