@@ -10,7 +10,7 @@ use paged_attention_cases::{CaseSpec, Heads, Pool, build};
 
 use crate::api::host::Guarded;
 use crate::api::{Host, Layer, batch, host};
-use crate::common::{CONFIGS, bits, difference, gpu, run_options};
+use crate::common::{CONFIGS, bits, difference, gpu, plain_options, run_options, say};
 
 const LENGTHS: [(u32, u32); 3] = [(40, 90), (1, 600), (3, 20)];
 
@@ -40,6 +40,129 @@ fn a_lost_device_is_said_to_be_lost() {
     lost(runner.run(&build(&other).unwrap(), &run_options(&other)).map(|_| ()));
     // Another runner on the same adapter goes on.
     assert_eq!(difference(&gpu.fresh_runner().run(&case, &run).unwrap(), &expected), None);
+}
+
+/// The device goes in the middle of a call of many submits: the loss, and no part of a result.
+#[test]
+fn a_device_that_goes_between_the_submits_of_a_call() {
+    let Some(gpu) = gpu() else { return };
+    let (dtype, heads) = CONFIGS[1];
+    let spec = CaseSpec::new("failures/submits", heads, [(600, 900), (1, 2000)]).dtype(dtype).causal(true).seed(83);
+    let (case, expected) = gpu.run_spec(&spec).unwrap();
+    let variants = gpu.variants(|base| run_options(&spec).kernels(&case, base), case.geometry()).unwrap();
+    // A submit for every workgroup.
+    let run = RunOptions { variants: Some(variants), submit_work_max: Some(1), ..run_options(&spec) };
+    let mut share = 2;
+    loop {
+        let mut runner = gpu.fresh_runner();
+        let whole = runner.run(&case, &run).unwrap();
+        assert!(whole.submits > 20, "{} submits", whole.submits);
+        assert_eq!(difference(&whole, &expected), None);
+        let device = runner.device().clone();
+        let result = std::thread::scope(|scope| {
+            let running = scope.spawn(|| runner.run(&case, &run));
+            std::thread::sleep(std::time::Duration::from_secs_f64(whole.wall_ms / 1e3 / f64::from(share)));
+            device.destroy();
+            running.join().unwrap()
+        });
+        match result {
+            Err(RunError::Lost(_)) => break,
+            // It was faster this time.
+            Ok(output) => assert_eq!(difference(&output, &expected), None),
+            Err(other) => panic!("{other}"),
+        }
+        assert!(share < 32, "the call always ends before the device does");
+        share *= 2;
+    }
+    assert_eq!(difference(&gpu.fresh_runner().run(&case, &run).unwrap(), &expected), None);
+}
+
+/// The same for an application: half of a call's slices reach the device, which then goes.
+#[test]
+fn an_application_whose_device_goes_between_slices() {
+    let (Some(gpu), Some(shared)) = (gpu(), host()) else { return };
+    let (case, expected) = gpu.run_spec(&spec()).unwrap();
+    let lost = Host::open(gpu, shared.device.limits());
+    for (host, goes) in [(&lost, true), (shared, false)] {
+        let layer = Layer::new(host, &case, Dtype::F32);
+        let attention = host.attention(&layer.config);
+        let mut plan = attention.plan(&batch(&case)).unwrap();
+        plan.cut(|_| 1);
+        let workspace = Workspace::new(&host.device, plan.workspace_bytes()).unwrap();
+        let device_plan = DevicePlan::upload(&host.device, &plan).unwrap();
+        let call = attention.bind(&host.device, &device_plan, layer.io(), &workspace).unwrap();
+        let half = call.slices() / 2;
+        host.submit(|pass| attention.encode_slices(pass, &call, 0..half));
+        let found = half as u32;
+        assert_eq!(host.status(&workspace), Status { completed: found, errors: 0 });
+        let usage = wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST;
+        let descriptor = wgpu::BufferDescriptor { label: None, size: 8, usage, mapped_at_creation: false };
+        let readback = host.device.create_buffer(&descriptor);
+        if goes {
+            host.device.destroy();
+        }
+        host.submit(|pass| attention.encode_slices(pass, &call, half..usize::MAX));
+        if goes {
+            // Nothing can be read any more: no status that looks whole, and no half of a result.
+            let mut encoder = host.encoder();
+            encoder.copy_buffer_to_buffer(workspace.status(), 0, &readback, 0, 8);
+            host.queue.submit([encoder.finish()]);
+            let (sender, receiver) = std::sync::mpsc::channel();
+            readback.map_async(wgpu::MapMode::Read, .., move |mapped| sender.send(mapped.is_ok()).unwrap());
+            let _ = host.device.poll(wgpu::PollType::wait_indefinitely());
+            assert_eq!(receiver.try_recv(), Ok(false));
+        } else {
+            host.status(&workspace).check(call.workgroups()).unwrap();
+            let [out, lse] = layer.results(host);
+            assert_eq!(bits("out", &out, &expected.out).or(bits("lse", &lse, &expected.lse)), None);
+        }
+    }
+}
+
+/// A driver without memory for the pages of a run: an error of that run alone. In a process of its own, which then may have
+/// no more memory than it has.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_run_without_memory() {
+    const CHILD: &str = "PAGED_ATTENTION_TEST_LITTLE_MEMORY";
+    let Some(gpu) = gpu() else { return };
+    if gpu.adapter().get_info().device_type != wgpu::DeviceType::Cpu {
+        say("the adapter has memory of its own, which a process cannot be denied");
+        return;
+    }
+    if std::env::var_os(CHILD).is_none() {
+        let mut child = std::process::Command::new(std::env::current_exe().unwrap());
+        let output = child.args(["--exact", "failures::a_run_without_memory"]).env(CHILD, "1").output().unwrap();
+        let text = String::from_utf8_lossy(&output.stdout);
+        let passed = output.status.success() && text.contains("1 passed");
+        assert!(passed, "{text}{}", String::from_utf8_lossy(&output.stderr));
+        return;
+    }
+    let small = CaseSpec::new("failures/memory", Heads::new(4, 2, 64), [(3, 9), (1, 300)]).dtype(Dtype::F16);
+    let small = small.contiguous(Pool::new(16)).seed(82);
+    let (case, options) = (build(&small).unwrap(), plain_options(16));
+    let mut runner = gpu.fresh_runner();
+    let expected = runner.run(&case, &options).unwrap();
+    // Spare pages: of 16 tokens, 2 heads, keys and values of 64 dimensions in f16. All that WebGPU lets a binding have.
+    let last = (128 << 20) / (16 * 2 * 2 * 64 * 2) - 1;
+    let spare = RunOptions { page_ids: Some((0..19).chain([last]).collect()), ..options.clone() };
+    assert_eq!(difference(&runner.run(&case, &spare).unwrap(), &expected), None);
+
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmSize:")).unwrap();
+    let bytes = line.split_whitespace().next().unwrap().parse::<u64>().unwrap() * 1024 + (64 << 20);
+    let limit = ["--pid", &std::process::id().to_string(), &format!("--as={bytes}")].map(str::to_owned);
+    assert!(std::process::Command::new("prlimit").args(limit).status().unwrap().success());
+    for _ in 0..2 {
+        match runner.run(&case, &spare) {
+            Err(RunError::OutOfMemory(missing)) => {
+                assert_eq!((missing.buffer.as_str(), missing.bytes), ("kv pages", 128 << 20));
+            }
+            other => panic!("{:?}", other.map(|_| "a result")),
+        }
+        // The same runner has memory for what is small.
+        assert_eq!(difference(&runner.run(&case, &options).unwrap(), &expected), None);
+    }
 }
 
 /// The device goes while a call is bound and its plan is on the way: errors, or nothing, but no panic and no result.
