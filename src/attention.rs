@@ -11,7 +11,8 @@ use crate::geometry::{Dtype, HeadGeometry};
 use crate::kernels::{AdapterFacts, BuildError, KernelConfig, KernelId, Kernels, Modifiers, Variants, fold_grid};
 use crate::kv::{KvLayout, NewRows};
 use crate::plan::{
-    DevicePlan, Dispatch, PARAMS_BYTES, Plan, PlanBuffer, PlanCapacity, PlanError, SharedPrefix, Written,
+    DevicePlan, Dispatch, PARAMS_BYTES, Plan, PlanBuffer, PlanCapacity, PlanError, Setting, SharedPrefix, StepMax,
+    Written,
 };
 use crate::status::STATUS_WORDS;
 
@@ -388,6 +389,16 @@ impl Attention {
     /// The compiled kernels.
     pub fn kernels(&self) -> &Kernels {
         &self.kernels
+    }
+
+    /// Room for the plans of all steps within `max`: for [`DevicePlan::with_capacity`], [`Workspace::new`] and the buffers of a
+    /// step's rows. Masks, biases and shared prefixes are counted where the configuration has them.
+    ///
+    /// It is an upper bound: no step within `max` needs more, and in common settings some step needs more than half of it. Room
+    /// for plans that are cut is not counted ([`PlanCapacity::blocks`]).
+    pub fn capacity(&self, max: &StepMax) -> PlanCapacity {
+        let AttentionConfig { layout, options, extras, .. } = &self.config;
+        max.capacity(&Setting { layout, options, extras, tiles: &self.kernels.config().tiles() })
     }
 
     /// Plans one step. Pure host work; the plan serves every layer of the step.

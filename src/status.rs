@@ -18,6 +18,9 @@ const ERROR_CUT_SHORT: u32 = 2;
 /// Set by a kernel whose subgroups have another size than it was built for.
 const ERROR_SUBGROUP: u32 = 4;
 
+/// Set by a kernel that finds no work where work was recorded: the plan's write never reached the device.
+const ERROR_UNWRITTEN: u32 = 8;
+
 /// A run whose result must not be used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
@@ -40,6 +43,13 @@ pub enum StatusError {
     /// The driver ended a loop before its end: the kernel is too long for it.
     #[error("the driver ended a kernel's loop early (error bits {bits:#x})")]
     CutShort {
+        /// All error bits.
+        bits: u32,
+    },
+    /// The plan on the device is not the one that a call was recorded with: the encoder of its [`crate::DevicePlan::write`] or
+    /// [`crate::Append::write`] was given up, or was not submitted in its turn. The call computed nothing.
+    #[error("a call was recorded with a plan that was not on the device when it ran (error bits {bits:#x})")]
+    Unwritten {
         /// All error bits.
         bits: u32,
     },
@@ -83,6 +93,9 @@ impl Status {
         }
         if self.errors & ERROR_CUT_SHORT != 0 {
             return Err(StatusError::CutShort { bits: self.errors });
+        }
+        if self.errors & ERROR_UNWRITTEN != 0 {
+            return Err(StatusError::Unwritten { bits: self.errors });
         }
         if self.completed != dispatched {
             return Err(StatusError::Incomplete { found: self.completed, needed: dispatched });

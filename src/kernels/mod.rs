@@ -304,7 +304,7 @@ impl Layouts {
         };
         Self {
             attention: with_pages(vec![Blocks, Read, Read, Write, Write, Write], KernelId::Prefill, Read),
-            append: with_pages(vec![Uniform, Read, Read, Read, Write], KernelId::Append, Write),
+            append: with_pages(vec![Blocks, Read, Read, Read, Write], KernelId::Append, Write),
         }
     }
 

@@ -10,7 +10,9 @@ use crate::attention::{BindError, STATUS_ROOM, Workspace, bind_group, check_grid
 use crate::batch::{Batch, BatchError, NO_PAGE};
 use crate::geometry::{Dtype, HeadGeometry};
 use crate::kernels::{KernelConfig, KernelId, Kernels, LANES, append_row_lanes, fold_grid};
-use crate::plan::{Dispatch, PlanBuffer, UploadError, WriteError, Written, plan_buffer_bytes};
+use crate::plan::{
+    Dispatch, PARAMS_BYTES, PlanBuffer, UploadError, WriteError, Written, plan_buffer_bytes, written_buffer_bytes,
+};
 
 /// Rows that cannot be appended. Nothing was written.
 #[derive(Clone, Debug, PartialEq, Error)]
@@ -238,13 +240,13 @@ impl AppendPlan {
 
     /// Bytes of the append's device buffer.
     pub fn device_bytes(&self) -> u64 {
-        append_buffer_bytes(&self.rows, self.params.tokens)
+        plan_buffer_bytes(1, append_words(&self.rows, self.params.tokens))
     }
 }
 
-/// Bytes of the device buffer of an append of `tokens` tokens.
+/// Bytes of the device buffer for appends of up to `tokens` tokens ([`Append::with_capacity`]).
 pub(crate) fn append_buffer_bytes(rows: &NewRows, tokens: u32) -> u64 {
-    plan_buffer_bytes(1, append_words(rows, tokens))
+    written_buffer_bytes(1, append_words(rows, tokens))
 }
 
 /// Words of its plan: one for the slot of each token, and two for every pair of elements that is rotated.
@@ -380,9 +382,7 @@ impl Append {
             return Err(WriteError::Capacity { what: "new tokens", found, needed });
         }
         let (params, words) = (bytemuck::bytes_of(&plan.params), bytemuck::cast_slice(&plan.words));
-        let dispatches = plan.dispatches();
-        self.buffer.write(belt, encoder, params, words, &dispatches)?;
-        *self.written.dispatches() = dispatches;
+        *self.written.dispatches() = self.buffer.write(belt, encoder, params, words, plan.dispatches())?;
         Ok(())
     }
 
@@ -450,11 +450,11 @@ impl Append {
 impl AppendCall {
     /// Records the append; attention recorded after it in the same pass sees the new rows.
     pub fn encode(&self, pass: &mut wgpu::ComputePass<'_>) {
-        for Dispatch { groups, .. } in self.written.dispatches().iter() {
+        for Dispatch { groups, block, .. } in self.written.dispatches().iter() {
             // What was written or bound has passed `check_grid`.
             if let Some([x, y, z]) = fold_grid(*groups, self.axis_max) {
                 pass.set_pipeline(&self.pipeline);
-                pass.set_bind_group(0, &self.bindings, &[]);
+                pass.set_bind_group(0, &self.bindings, &[block * PARAMS_BYTES as u32]);
                 pass.dispatch_workgroups(x, y, z);
             }
         }
@@ -477,7 +477,6 @@ mod tests {
     use super::*;
     use crate::geometry::PageSize;
     use crate::kv::{KvDtype, Pairing};
-    use crate::plan::PARAMS_BYTES;
 
     const BATCH: Batch<'_> =
         Batch { q_indptr: &[0, 2, 3], page_indptr: &[0, 2, 3], page_ids: &[4, 1, 0], kv_len: &[5, 2] };

@@ -6,6 +6,7 @@
 
 mod device;
 mod mask;
+mod most;
 mod ranges;
 mod shared;
 mod slices;
@@ -16,8 +17,10 @@ use bytemuck::{Pod, Zeroable};
 use thiserror::Error;
 
 pub use self::device::{DevicePlan, PlanCapacity, UploadError, WriteError};
-pub(crate) use self::device::{PARAMS_BYTES, PlanBuffer, Written, plan_buffer_bytes};
+pub(crate) use self::device::{PARAMS_BYTES, PlanBuffer, Written, plan_buffer_bytes, written_buffer_bytes};
 use self::mask::{Mask, Run};
+pub use self::most::StepMax;
+pub(crate) use self::most::{Need, Setting};
 use self::shared::Levels;
 pub use self::shared::{SharedPrefix, SharedPrefixError};
 pub(crate) use self::slices::Dispatch;
@@ -314,47 +317,15 @@ pub(crate) fn check_rows(total_q: u32, geometry: &HeadGeometry, tiles: &Tiles) -
 const STEP_KEYS_MAX: u32 = 16;
 
 /// Checks the lengths of a sequence: a kernel adds to a position a reach to the right of up to all rows and keys.
-fn check_lengths(seq: usize, options: &AttentionOptions, (q_len, kv_len): (u32, u32)) -> Result<(), PlanError> {
+pub(crate) fn check_lengths(
+    seq: usize,
+    options: &AttentionOptions,
+    (q_len, kv_len): (u32, u32),
+) -> Result<(), PlanError> {
     let right = if options.causal { 0 } else { options.window_right.unwrap_or(0) };
     match q_len.checked_add(kv_len).and_then(|sum| sum.checked_add(right.min(sum))?.checked_add(STEP_KEYS_MAX)) {
         Some(_) => Ok(()),
         None => Err(PlanError::TooLong { seq, q_len, kv_len }),
-    }
-}
-
-/// What a sequence without shared prefixes adds to a plan and to its workspace, counted without making the lists.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct SequenceSize {
-    /// Words of its record and of its work items; its page ids take a word each beside these.
-    pub words: u64,
-    /// Partial states.
-    pub states: u64,
-}
-
-impl SequenceSize {
-    /// Of a sequence of a batch that [`check_rows`] has passed.
-    ///
-    /// # Errors
-    /// [`PlanError::TooLong`], for the sequence `seq`.
-    pub fn new(
-        seq: usize,
-        geometry: &HeadGeometry,
-        tiles: &Tiles,
-        options: &AttentionOptions,
-        (q_len, kv_len): (u32, u32),
-    ) -> Result<Self, PlanError> {
-        check_lengths(seq, options, (q_len, kv_len))?;
-        let rows = q_len * geometry.group();
-        let seen = visible(options, (q_len, kv_len), 0..q_len);
-        let pass = tiles.pass(geometry, q_len, 0..kv_len, seen, false);
-        let splits = pass.splits.len() as u64;
-        let (merges, states) = if splits > 1 {
-            (rows.div_ceil(tiles.merge_rows), splits * u64::from(rows) * u64::from(geometry.kv_heads()))
-        } else {
-            (0, 0)
-        };
-        let items = splits * u64::from(rows.div_ceil(pass.tile_rows));
-        Ok(Self { words: RECORD_WORDS as u64 + ITEM_WORDS as u64 * (items + u64::from(merges)), states })
     }
 }
 
