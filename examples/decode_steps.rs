@@ -13,7 +13,7 @@ use rand::{RngExt, SeedableRng};
 use paged_attention::{
     Append, AppendPlan, AppendSource, Attention, AttentionConfig, AttentionIo, AttentionOptions, BatchBuilder,
     BlockPool, BlockTable, DevicePlan, Dtype, Extras, HeadGeometry, KvLayout, KvStore, PageSize, PlanCapacity,
-    PoolConfig, STATUS_BYTES, Status, StepMax, Workspace, adapter, wgpu,
+    STATUS_BYTES, Status, StepMax, Workspace, adapter, wgpu,
 };
 use wgpu::util::StagingBelt;
 
@@ -85,7 +85,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     };
     let call = attention.bind(&device, &plan, io, &workspace)?;
 
-    let mut pool = BlockPool::new(&PoolConfig { page_size, page_count: layout.page_count(), host_slot_count: 0 })?;
+    let mut pool = BlockPool::new(&store.pool_config())?;
     let mut sequences: Vec<BlockTable> = Vec::new();
     let mut builder = BatchBuilder::default();
     let mut copies = Vec::new();

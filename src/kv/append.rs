@@ -6,7 +6,9 @@ use thiserror::Error;
 use super::dtypes::KvDtypes;
 use super::layout::{KvLayout, RowLayout, VECTOR_BYTES};
 use super::rotary::{Rotary, RotaryError, RotaryShape};
-use crate::attention::{BindError, STATUS_ROOM, Workspace, bind_group, check_grids, page_entries, storage_bindings};
+use crate::attention::{
+    BindError, STATUS_ROOM, Workspace, bind_group, check_devices, check_grids, page_entries, storage_bindings,
+};
 use crate::batch::{Batch, BatchError, NO_PAGE};
 use crate::geometry::{Dtype, HeadGeometry};
 use crate::kernels::{KernelConfig, KernelId, Kernels, LANES, append_row_lanes, fold_grid};
@@ -97,7 +99,9 @@ impl From<Dtype> for NewRows {
 pub struct Rotation<'a> {
     /// The embedding.
     pub rotary: &'a Rotary,
-    /// The position of each new token, `[total_q]`; `None` where it is the token's place in its sequence.
+    /// The position of each new token, `[total_q]`; `None` where it is the token's place among the keys of the batch. A
+    /// sequence that gave pages back ([`crate::BlockPool::release_before`]) has fewer there than tokens:
+    /// [`crate::BatchBuilder::positions`] counts them all.
     pub positions: Option<&'a [u32]>,
 }
 
@@ -397,6 +401,10 @@ impl Append {
         source: AppendSource<'_>,
         workspace: &Workspace,
     ) -> Result<AppendCall, BindError> {
+        check_devices(
+            device,
+            &[("plan", self.buffer.device()), ("kernels", kernels.device()), ("workspace", workspace.device())],
+        )?;
         self.check_kernels(kernels.config())?;
         let [k_bytes, v_bytes] = self.source.bytes();
         let limits = device.limits();

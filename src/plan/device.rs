@@ -9,6 +9,7 @@ use super::slices::Dispatch;
 use super::{Params, Plan};
 use crate::attention::{Attention, Extras};
 use crate::buffers::{self, OutOfMemory};
+use crate::case::AttentionOptions;
 use crate::kernels::{Tiles, fold_grid};
 use crate::kv::KvLayout;
 
@@ -45,8 +46,8 @@ pub enum WriteError {
         /// How many the plan has.
         needed: u64,
     },
-    /// The plan was made for another pool, other kernels, or a call that brings other tensors.
-    #[error("the plan was made for another pool layout, other tile sizes, rows or extras")]
+    /// The plan was made for another pool, other kernels, other options, or a call that brings other tensors.
+    #[error("the plan was made for another pool layout, or other tile sizes, rows, options or extras")]
     Other,
     /// More workgroups are needed than the device can dispatch at once. [`Plan::cut`] makes several dispatches of them.
     #[error("kernel `{kernel}` needs {needed} workgroups; the device allows {axis_max} on each of three axes")]
@@ -94,7 +95,8 @@ impl PlanCapacity {
     pub fn and(self, other: Self) -> Self {
         Self {
             words: self.words.saturating_add(other.words),
-            blocks: self.blocks.saturating_add(other.blocks).saturating_sub(1).max(1),
+            // Each counts the one that every plan has.
+            blocks: self.blocks.max(1).saturating_add(other.blocks.saturating_sub(1)),
             total_q: self.total_q.saturating_add(other.total_q),
             score_pairs: self.score_pairs.saturating_add(other.score_pairs),
             workspace_bytes: self.workspace_bytes.saturating_add(other.workspace_bytes),
@@ -139,6 +141,7 @@ pub struct DevicePlan {
     pub(crate) buffer: PlanBuffer,
     pub(crate) layout: KvLayout,
     pub(crate) tiles: Tiles,
+    pub(crate) options: AttentionOptions,
     pub(crate) extras: Extras,
     pub(crate) capacity: PlanCapacity,
     pub(crate) written: Written,
@@ -169,8 +172,8 @@ impl DevicePlan {
         let (blocks, words) = (plan.blocks(), bytemuck::cast_slice(&plan.words));
         let buffer = PlanBuffer::filled(device, "attention plan", &blocks, words)?;
         let written = Written::new(plan.dispatches());
-        let Plan { layout, tiles, extras, .. } = *plan;
-        Ok(Self { buffer, layout, tiles, extras, capacity: plan.capacity(), written })
+        let Plan { layout, tiles, options, extras, .. } = *plan;
+        Ok(Self { buffer, layout, tiles, options, extras, capacity: plan.capacity(), written })
     }
 
     /// Creates the buffer for plans of `attention` that need no more than `capacity`. It is never made larger: where a
@@ -191,6 +194,7 @@ impl DevicePlan {
             buffer,
             layout: config.layout,
             tiles: attention.kernels().config().tiles(),
+            options: config.options,
             extras: config.extras,
             capacity: *capacity,
             written: Written::default(),
@@ -212,8 +216,8 @@ impl DevicePlan {
         encoder: &mut wgpu::CommandEncoder,
         plan: &Plan,
     ) -> Result<(), WriteError> {
-        let same = plan.layout == self.layout && plan.tiles == self.tiles;
-        if !same || plan.extras.of_plan() != self.extras.of_plan() {
+        if (plan.layout, plan.tiles, plan.options, plan.extras) != (self.layout, self.tiles, self.options, self.extras)
+        {
             return Err(WriteError::Other);
         }
         self.capacity.check(&plan.capacity())?;
@@ -231,6 +235,7 @@ impl DevicePlan {
 /// A buffer with blocks of parameters at its start and words behind them.
 #[derive(Clone, Debug)]
 pub(crate) struct PlanBuffer {
+    device: wgpu::Device,
     buffer: wgpu::Buffer,
     /// Blocks of one place, and places.
     blocks: u32,
@@ -301,7 +306,7 @@ impl PlanBuffer {
         let buffer = buffers::create(device, &descriptor)
             .map_err(|OutOfMemory { bytes, message, .. }| UploadError { bytes, message })?;
         let axis_max = limits.max_compute_workgroups_per_dimension;
-        Ok(Self { buffer, blocks, turns, turn: Arc::default(), axis_max })
+        Ok(Self { device: device.clone(), buffer, blocks, turns, turn: Arc::default(), axis_max })
     }
 
     /// Records that it gets these blocks and words, for which it must have room, if `dispatches` can be made; these come
@@ -353,6 +358,10 @@ impl PlanBuffer {
 
     fn words_begin(&self) -> u64 {
         PARAMS_BYTES * u64::from(self.blocks) * u64::from(self.turns)
+    }
+
+    pub fn device(&self) -> &wgpu::Device {
+        &self.device
     }
 
     /// The first block; the others are reached by dynamic offsets.

@@ -56,8 +56,8 @@ pub enum PlanError {
         /// The scale found.
         found: f64,
     },
-    /// The softcap is no positive number, or not in f32.
-    #[error("softcap is {found}; a positive number that is finite in f32, times log2(e), is needed")]
+    /// The softcap is out of range.
+    #[error("softcap is {found}; {:e} to {:e} is supported", crate::SOFTCAP_MIN, crate::SOFTCAP_MAX)]
     Softcap {
         /// The softcap found.
         found: f64,
@@ -139,6 +139,7 @@ pub struct Plan {
     pub(crate) total_q: u32,
     pub(crate) layout: KvLayout,
     tiles: Tiles,
+    options: AttentionOptions,
     extras: Extras,
     pub(crate) score_pairs: u64,
     workspace_bytes: u64,
@@ -164,6 +165,9 @@ impl Plan {
     ) -> Result<Self, PlanError> {
         batch.validate(layout.page_size(), layout.page_count())?;
         let levels = Levels::new(batch, layout.page_size(), prefixes)?;
+        if let Some(found) = options.softcap_outside() {
+            return Err(PlanError::Softcap { found });
+        }
         let log2 = |factor: f64| (factor * std::f64::consts::LOG2_E) as f32;
         let (q_factor, softcap_log2) = match options.softcap {
             Some(cap) => ((options.scale / cap) as f32, log2(cap)),
@@ -171,11 +175,6 @@ impl Plan {
         };
         if !q_factor.is_finite() {
             return Err(PlanError::Scale { found: options.scale });
-        }
-        if let Some(found) = options.softcap
-            && !(softcap_log2.is_normal() && softcap_log2 > 0.0)
-        {
-            return Err(PlanError::Softcap { found });
         }
         let geometry = layout.geometry();
         let mask = mask.map(|mask| Mask::new(mask, batch)).transpose()?;
@@ -242,6 +241,7 @@ impl Plan {
             total_q: batch.total_q(),
             layout: *layout,
             tiles: *tiles,
+            options: *options,
             extras: *extras,
             score_pairs: lists.score_pairs,
             workspace_bytes: workspace_bytes(lists.states, tiles)?,

@@ -6,11 +6,11 @@ use std::ops::Range;
 
 use proptest::prelude::*;
 
-use super::{NO_STATES, PARAMS_BYTES, Plan, PlanError, RECORD_WORDS, SharedPrefix, state_bytes};
+use super::{NO_STATES, PARAMS_BYTES, Plan, PlanCapacity, PlanError, RECORD_WORDS, SharedPrefix, state_bytes};
 use super::{SharedPrefixError, common};
 use crate::attention::Extras;
 use crate::batch::{Batch, NO_PAGE};
-use crate::case::AttentionOptions;
+use crate::case::{AttentionOptions, SOFTCAP_MAX, SOFTCAP_MIN};
 use crate::geometry::{Dtype, HeadGeometry, PageSize};
 use crate::kernels::{
     AdapterFacts, ItemOrder, KernelConfig, Modifiers, PrefillVariant, SPLIT_KEYS, SUBGROUP_SIZES, Tiles, Variants,
@@ -646,5 +646,33 @@ fn words_out_of_range_are_noticed() {
             change(&mut plan);
             assert!(plan.out_of_range().is_some(), "{:?}", plan.params);
         }
+    }
+}
+
+/// Room for several batches is what they need together, wherever the sum begins.
+#[test]
+fn capacities_add_up_from_none() {
+    let parts = [3, 1, 2].map(|blocks| PlanCapacity { words: 10, blocks, ..PlanCapacity::default() });
+    let sum = parts.into_iter().fold(PlanCapacity::default(), PlanCapacity::and);
+    assert_eq!((sum.words, sum.blocks), (30, 1 + 2 + 1));
+}
+
+/// A plan takes the softcaps that a case takes.
+#[test]
+fn softcaps_out_of_range() {
+    let geometry = HeadGeometry::new(2, 1, 8).unwrap();
+    let layout = KvLayout::new(geometry, Dtype::F16, PageSize::ONE, 1).unwrap();
+    let tiles = Tiles::new(&geometry, &Variants::base(&AdapterFacts::PLAIN_GPU, &geometry));
+    let batch = Batch { q_indptr: &[0, 1], page_indptr: &[0, 1], page_ids: &[0], kv_len: &[1] };
+    let plan = |cap| {
+        let options = AttentionOptions::new(&geometry).with_softcap(Some(cap));
+        Plan::new(&batch, &layout, &options, &Extras::NONE, &tiles, &[], None).map(|_| ())
+    };
+    for cap in [0.0, -1.0, 1e-37, 1e38, f64::NAN, f64::INFINITY] {
+        let error = plan(cap).unwrap_err();
+        assert!(matches!(error, PlanError::Softcap { .. }), "{error}");
+    }
+    for cap in [SOFTCAP_MIN, 30.0, SOFTCAP_MAX] {
+        plan(cap).unwrap();
     }
 }
