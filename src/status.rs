@@ -85,21 +85,47 @@ impl Status {
     /// # Errors
     /// [`StatusError`].
     pub fn check(self, dispatched: u32) -> Result<(), StatusError> {
-        if self.errors & ERROR_PAGE_ID != 0 {
-            return Err(StatusError::PageId { bits: self.errors });
+        self.check_since(Self::default(), dispatched)
+    }
+
+    /// Whether all has gone well since `before` was read, for `dispatched` workgroups since then. Nothing that went wrong
+    /// earlier counts, nor what was recorded and never submitted.
+    ///
+    /// # Errors
+    /// [`StatusError`], of what happened since then. A bit that was set before says nothing more.
+    pub fn check_since(self, before: Self, dispatched: u32) -> Result<(), StatusError> {
+        let (bits, found) = (self.errors & !before.errors, self.completed.wrapping_sub(before.completed));
+        if bits & ERROR_PAGE_ID != 0 {
+            return Err(StatusError::PageId { bits });
         }
-        if self.errors & ERROR_SUBGROUP != 0 {
-            return Err(StatusError::Subgroup { bits: self.errors });
+        if bits & ERROR_SUBGROUP != 0 {
+            return Err(StatusError::Subgroup { bits });
         }
-        if self.errors & ERROR_CUT_SHORT != 0 {
-            return Err(StatusError::CutShort { bits: self.errors });
+        if bits & ERROR_CUT_SHORT != 0 {
+            return Err(StatusError::CutShort { bits });
         }
-        if self.errors & ERROR_UNWRITTEN != 0 {
-            return Err(StatusError::Unwritten { bits: self.errors });
+        if bits & ERROR_UNWRITTEN != 0 {
+            return Err(StatusError::Unwritten { bits });
         }
-        if self.completed != dispatched {
-            return Err(StatusError::Incomplete { found: self.completed, needed: dispatched });
+        if found != dispatched {
+            return Err(StatusError::Incomplete { found, needed: dispatched });
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{ERROR_CUT_SHORT, ERROR_PAGE_ID, Status, StatusError};
+
+    #[test]
+    fn what_went_wrong_before_does_not_count() {
+        let before = Status { completed: u32::MAX, errors: ERROR_PAGE_ID };
+        let after = Status { completed: 2, errors: ERROR_PAGE_ID };
+        assert_eq!(after.check_since(before, 3), Ok(()));
+        assert_eq!(after.check_since(before, 2), Err(StatusError::Incomplete { found: 3, needed: 2 }));
+        let failed = Status { errors: ERROR_PAGE_ID | ERROR_CUT_SHORT, ..after };
+        assert_eq!(failed.check_since(before, 3), Err(StatusError::CutShort { bits: ERROR_CUT_SHORT }));
+        assert_eq!(failed.check(2), Err(StatusError::PageId { bits: ERROR_PAGE_ID | ERROR_CUT_SHORT }));
     }
 }

@@ -235,8 +235,10 @@ fn commands_that_were_not_submitted() {
     assert_eq!(host.status(&workspace), Status { completed: found, errors: 0 });
     assert_eq!(host.status(&workspace).check(needed), Err(StatusError::Incomplete { found, needed }));
     // From the beginning again; the count goes on from where it was.
+    let before = host.status(&workspace);
     host.submit(|pass| attention.encode(pass, &call));
     host.status(&workspace).check(found + needed).unwrap();
+    host.status(&workspace).check_since(before, needed).unwrap();
     let [out, lse] = layer.results(host);
     assert_eq!(bits("out", &out, &expected.out).or(bits("lse", &lse, &expected.lse)), None);
 }
