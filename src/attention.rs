@@ -392,10 +392,11 @@ impl Attention {
         Self::with_kernels(Kernels::new(device, &config.kernels(variants)).await?, config)
     }
 
-    /// Uses kernels that were compiled before: pools of other sizes, pages, scales and masks share them.
+    /// Uses kernels that were compiled before: pools of other sizes, pages, scales, causal masks and lengths of windows share
+    /// them.
     ///
     /// # Errors
-    /// [`BuildError::OtherConfig`] if they were compiled for other dimensions or types.
+    /// [`BuildError::OtherConfig`] if they were compiled for other dimensions, types, options or segments.
     pub fn with_kernels(kernels: Kernels, config: &AttentionConfig) -> Result<Self, BuildError> {
         let needed = config.kernels(kernels.config().variants);
         if kernels.config().pipeline_key() != needed.pipeline_key() {

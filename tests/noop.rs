@@ -641,8 +641,13 @@ fn kernels_that_cannot_be_built() {
         config(HeadGeometry::new(16, 16, 20).unwrap(), Dtype::F16, 3, 7),
         config(HeadGeometry::new(16, 8, 24).unwrap(), Dtype::F16, 3, 7),
         config(HeadGeometry::with_v_head_dim(16, 8, 20, 24).unwrap(), Dtype::F16, 3, 7),
+        AttentionConfig { new_rows: Dtype::F32.into(), ..same },
+        AttentionConfig { options: same.options.with_window(Some(4), None), ..same },
+        AttentionConfig { extras: Extras { sinks: true, ..Extras::NONE }, ..same },
     ] {
         let needed = Box::new(other.kernels(kernel_config.variants));
+        // Found and needed must not read the same.
+        assert_ne!(kernel_config.to_string(), needed.to_string());
         assert_eq!(with(&other), Err(BuildError::OtherConfig { found: Box::new(kernel_config), needed }));
     }
 }

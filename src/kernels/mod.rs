@@ -166,7 +166,37 @@ impl KernelConfig {
 impl fmt::Display for KernelConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} {}", self.shape(), self.variants)?;
-        if self.segments.get() > 1 { write!(f, " segments={}", self.segments) } else { Ok(()) }
+        if self.segments.get() > 1 {
+            write!(f, " segments={}", self.segments)?;
+        }
+        let NewRows { dtype, rotary } = self.new_rows;
+        if !self.append_copies() {
+            write!(f, " new={dtype}")?;
+        }
+        if let Some(rotary) = rotary {
+            write!(f, " {rotary:?}")?;
+        }
+        write!(f, "{}", self.modifiers)
+    }
+}
+
+impl fmt::Display for Modifiers {
+    /// A word for each that is there, with a space before it.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { window_left, softcap, alibi, sinks, mask, bias, shared_prefixes } = *self;
+        for (name, there) in [
+            ("window", window_left),
+            ("softcap", softcap),
+            ("alibi", alibi),
+            ("sinks", sinks),
+            ("mask", mask),
+            ("shared_prefixes", shared_prefixes),
+        ] {
+            if there {
+                write!(f, " {name}")?;
+            }
+        }
+        bias.map_or(Ok(()), |dtype| write!(f, " bias={dtype}"))
     }
 }
 
