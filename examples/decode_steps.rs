@@ -10,11 +10,10 @@
 use half::f16;
 use rand::{RngExt, SeedableRng};
 
-use paged_attention::kernels::DECODE_ROWS_MAX;
 use paged_attention::{
-    Append, AppendPlan, AppendSource, Attention, AttentionConfig, AttentionIo, AttentionOptions, Batch, BatchBuilder,
+    Append, AppendPlan, AppendSource, Attention, AttentionConfig, AttentionIo, AttentionOptions, BatchBuilder,
     BlockPool, BlockTable, DevicePlan, Dtype, Extras, HeadGeometry, KvLayout, KvStore, PageSize, PlanCapacity,
-    PoolConfig, STATUS_BYTES, Status, Workspace, adapter, wgpu,
+    STATUS_BYTES, Status, StepMax, Workspace, adapter, wgpu,
 };
 use wgpu::util::StagingBelt;
 
@@ -47,17 +46,13 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     // One layer, and no room on the host.
     let mut store = pollster::block_on(KvStore::new(&device, &layout, 1, 0))?;
 
-    // What a sequence may need, as a prompt or with its last token; and what all of them may need together.
-    let page_ids: Vec<u32> = (0..page_size.pages_for(TOKENS_MAX)).collect();
-    let capacity = |new: u32| {
-        let (rows, pages) = ([0, new], [0, page_ids.len() as u32]);
-        let batch = Batch { q_indptr: &rows, page_indptr: &pages, page_ids: &page_ids, kv_len: &[TOKENS_MAX] };
-        Ok::<_, paged_attention::PlanError>(attention.plan(&batch)?.capacity())
-    };
-    // Few new tokens decode, and split the keys.
-    let few = DECODE_ROWS_MAX / heads.group();
-    let sequence = capacity(PROMPT_MAX)?.or(capacity(few)?).or(capacity(1)?);
-    let capacity = (1..SEQUENCES_MAX).fold(sequence, |all, _| all.and(sequence));
+    // What any step may need, whatever the lengths and however many of them begin or go on.
+    let capacity = attention.capacity(&StepMax {
+        sequences: SEQUENCES_MAX,
+        q_len: PROMPT_MAX,
+        kv_len: TOKENS_MAX,
+        ..StepMax::default()
+    });
     let PlanCapacity { total_q: rows_max, workspace_bytes, .. } = capacity;
     let plan = DevicePlan::with_capacity(&device, &attention, &capacity)?;
     let append = Append::with_capacity(&device, &layout, &config.new_rows, rows_max)?;
@@ -90,7 +85,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     };
     let call = attention.bind(&device, &plan, io, &workspace)?;
 
-    let mut pool = BlockPool::new(&PoolConfig { page_size, page_count: layout.page_count(), host_slot_count: 0 })?;
+    let mut pool = BlockPool::new(&store.pool_config())?;
     let mut sequences: Vec<BlockTable> = Vec::new();
     let mut builder = BatchBuilder::default();
     let mut copies = Vec::new();

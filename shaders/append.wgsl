@@ -20,6 +20,7 @@ fn append(
 ) {
     let group = linear_group(group_id, group_count);
     if group >= params.groups {
+        report_groups(params.groups);
         return;
     }
     let row_vectors = params.k_row_vectors + params.v_row_vectors;

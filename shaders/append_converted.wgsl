@@ -40,6 +40,7 @@ fn append(
 ) {
     let group = linear_group(group_id, group_count);
     if group >= params.groups {
+        report_groups(params.groups);
         return;
     }
     let rows = params.tokens * params.kv_heads;

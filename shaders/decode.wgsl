@@ -50,6 +50,7 @@ fn decode(
 ) {
     let group = linear_group(group_id, group_count);
     if group >= params.decode_groups {
+        report_groups(params.decode_groups);
         return;
     }
     let item = work_item(params.decode_items, group);

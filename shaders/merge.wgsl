@@ -16,6 +16,7 @@ fn merge(
 ) {
     let group = linear_group(group_id, group_count);
     if group >= params.merge_groups {
+        report_groups(params.merge_groups);
         return;
     }
     let item = work_item(params.merge_items, group);

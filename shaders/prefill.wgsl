@@ -27,6 +27,7 @@ fn prefill(
 ) {
     let group = linear_group(group_id, group_count);
     if group >= params.prefill_groups {
+        report_groups(params.prefill_groups);
         return;
     }
     let item = work_item(params.prefill_items, group);

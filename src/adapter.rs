@@ -35,6 +35,15 @@ pub enum AdapterError {
     /// The instance lists no adapter that computes.
     #[error("no GPU adapter was found: {INSTALL_HINT}")]
     None,
+    /// `WGPU_BACKEND` is set, and its backends have no adapter that computes.
+    #[error(
+        "no GPU adapter was found with WGPU_BACKEND=\"{backends}\", which leaves out all other backends (vulkan, metal, dx12, gl): clear \
+         it, or {INSTALL_HINT}"
+    )]
+    Backends {
+        /// What it is set to.
+        backends: String,
+    },
     /// No adapter has the index or name asked for.
     #[error("no adapter matches \"{wanted}\"; there are: {}", available.join("; "))]
     NoMatch {
@@ -43,6 +52,18 @@ pub enum AdapterError {
         /// What there is, best first, as [`describe`] says it.
         available: Vec<String>,
     },
+}
+
+impl AdapterError {
+    /// Why [`discover`] and [`discover_all`] find nothing: [`AdapterError::Backends`] or [`AdapterError::None`].
+    pub fn none_discovered() -> Self {
+        match std::env::var_os("WGPU_BACKEND") {
+            Some(backends) if !backends.is_empty() => {
+                Self::Backends { backends: backends.to_string_lossy().into_owned() }
+            }
+            _ => Self::None,
+        }
+    }
 }
 
 /// The kind of device, best first. The derived order is the rank.
@@ -191,9 +212,12 @@ pub async fn discover_all() -> Vec<wgpu::Adapter> {
 /// The adapter to use, without an instance at hand. `WGPU_BACKEND` limits the choice.
 ///
 /// # Errors
-/// As [`select`].
+/// As [`select`]; [`AdapterError::Backends`] where `WGPU_BACKEND` leaves none.
 pub async fn discover(wanted: Option<&str>) -> Result<wgpu::Adapter, AdapterError> {
-    find(&instance(), wanted).await
+    match find(&instance(), wanted).await {
+        Err(AdapterError::None) => Err(AdapterError::none_discovered()),
+        found => found,
+    }
 }
 
 fn instance() -> wgpu::Instance {

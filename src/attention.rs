@@ -8,10 +8,13 @@ use crate::batch::Batch;
 use crate::buffers::{self, OutOfMemory};
 use crate::case::AttentionOptions;
 use crate::geometry::{Dtype, HeadGeometry};
-use crate::kernels::{AdapterFacts, BuildError, KernelConfig, KernelId, Kernels, Modifiers, Variants, fold_grid};
+use crate::kernels::{
+    AdapterFacts, BuildError, KernelConfig, KernelId, Kernels, Modifiers, Tiles, Variants, fold_grid,
+};
 use crate::kv::{KvLayout, NewRows, SegmentGroups};
 use crate::plan::{
-    DevicePlan, Dispatch, PARAMS_BYTES, Plan, PlanBuffer, PlanCapacity, PlanError, Setting, SharedPrefix, Written,
+    DevicePlan, Dispatch, PARAMS_BYTES, Plan, PlanBuffer, PlanCapacity, PlanError, Setting, SharedPrefix, StepMax,
+    Written,
 };
 use crate::status::STATUS_WORDS;
 
@@ -50,13 +53,6 @@ pub struct Extras {
 impl Extras {
     /// None of them.
     pub const NONE: Self = Self { alibi_slopes: false, sinks: false, mask: false, bias: None, shared_prefixes: false };
-}
-
-impl Extras {
-    /// What a plan depends on: a mask, a bias of each head, shared prefixes.
-    pub(crate) fn of_plan(&self) -> (bool, bool, bool) {
-        (self.mask, self.bias.is_some_and(|bias| bias.per_head), self.shared_prefixes)
-    }
 }
 
 /// A tensor that is added to the scores.
@@ -111,11 +107,11 @@ impl AttentionConfig {
     pub fn buffer_bytes(&self, total_q: u32) -> BufferBytes {
         let geometry = self.layout.geometry();
         let rows = u64::from(total_q) * u64::from(geometry.q_heads());
-        let row_bytes = |dtype: Dtype, dim| (rows * u64::from(dtype.row_words(dim)) * 4).max(16);
+        let row_bytes = |dtype: Dtype, dim| rows.saturating_mul(u64::from(dtype.row_words(dim)) * 4).max(16);
         BufferBytes {
             q: row_bytes(self.q, geometry.head_dim()),
             out: row_bytes(self.out, geometry.v_head_dim()),
-            lse: (rows * 4).max(4),
+            lse: rows.saturating_mul(4).max(4),
         }
     }
 }
@@ -132,7 +128,7 @@ pub struct BufferBytes {
 }
 
 /// A call that cannot be bound. Nothing was recorded.
-#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[derive(Clone, Debug, PartialEq, Error)]
 #[non_exhaustive]
 pub enum BindError {
     /// A buffer is too small.
@@ -168,7 +164,18 @@ pub enum BindError {
         /// The usage needed.
         needed: wgpu::BufferUsages,
     },
-    /// A tensor that is written shares bytes with another.
+    /// A tensor that is written lies in the same buffer as one that is only read, wherever. WebGPU uses a buffer in one way
+    /// at a time.
+    #[error(
+        "`{written}`, which is written, lies in the same buffer as `{read}`, which is read; they need buffers of their own"
+    )]
+    ReadAndWritten {
+        /// The tensor that is written.
+        written: &'static str,
+        /// The tensor that is read.
+        read: &'static str,
+    },
+    /// Two tensors that are written share bytes.
     #[error("`{written}`, which is written, overlaps `{other}`")]
     Overlap {
         /// The tensor that is written.
@@ -202,12 +209,26 @@ pub enum BindError {
         /// Whether it was given.
         given: bool,
     },
+    /// A part was made on another device. Of the caller's own buffers nobody can tell.
+    #[error("the {part} was made on another device")]
+    OtherDevice {
+        /// The part.
+        part: &'static str,
+    },
     /// The plan was made for another pool than this attention.
     #[error("the plan was made for another pool layout")]
     OtherLayout,
-    /// The plan was made for kernels of other tile sizes than this attention's, or for a call that brings other tensors.
-    #[error("the plan was made for kernels with other tile sizes or extras")]
+    /// The plan was made for kernels of other tile sizes than this attention's.
+    #[error("the plan was made for kernels with other tile sizes")]
     OtherKernels,
+    /// The plan was made for other scores: for another scale, mask, window or softcap, or a call that brings other tensors.
+    #[error("the plan was made for {found:?}; the attention has {needed:?}")]
+    OtherScores {
+        /// The plan's.
+        found: Box<(AttentionOptions, Extras)>,
+        /// The attention's.
+        needed: Box<(AttentionOptions, Extras)>,
+    },
     /// The append kernel was built for other rows than the plan's.
     #[error("the append kernel was built for new rows of {found:?}; the plan has {needed:?}")]
     OtherRows {
@@ -256,6 +277,7 @@ pub struct AttentionIo<'a> {
 /// Scratch that calls recorded one after the other may share: partial states, and the status words.
 #[derive(Clone, Debug)]
 pub struct Workspace {
+    device: wgpu::Device,
     buffer: wgpu::Buffer,
 }
 
@@ -282,7 +304,11 @@ impl Workspace {
         let usage = wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_SRC;
         let label = Some("attention workspace");
         let descriptor = wgpu::BufferDescriptor { label, size: needed, usage, mapped_at_creation: false };
-        Ok(Self { buffer: buffers::create(device, &descriptor)? })
+        Ok(Self { device: device.clone(), buffer: buffers::create(device, &descriptor)? })
+    }
+
+    pub(crate) fn device(&self) -> &wgpu::Device {
+        &self.device
     }
 
     /// Bytes of the buffer where plans need up to `bytes`: the status words, then partial states. An empty binding is not
@@ -378,10 +404,11 @@ impl Attention {
         Self::with_kernels(Kernels::new(device, &config.kernels(variants)).await?, config)
     }
 
-    /// Uses kernels that were compiled before: pools of other sizes, pages, scales and masks share them.
+    /// Uses kernels that were compiled before: pools of other sizes, pages, scales, causal masks and lengths of windows share
+    /// them.
     ///
     /// # Errors
-    /// [`BuildError::OtherConfig`] if they were compiled for other dimensions or types.
+    /// [`BuildError::OtherConfig`] if they were compiled for other dimensions, types, options or segments.
     pub fn with_kernels(kernels: Kernels, config: &AttentionConfig) -> Result<Self, BuildError> {
         let needed = config.kernels(kernels.config().variants).bound_as(kernels.config());
         if kernels.config().pipeline_key() != needed.pipeline_key() {
@@ -413,6 +440,15 @@ impl Attention {
     /// The compiled kernels.
     pub fn kernels(&self) -> &Kernels {
         &self.kernels
+    }
+
+    /// Room for the plans of all steps within `max`: for [`DevicePlan::with_capacity`], [`Workspace::new`] and the buffers of a
+    /// step's rows. Masks, biases and shared prefixes are counted where the configuration has them.
+    ///
+    /// It is an upper bound: no step within `max` needs more, and in common settings some step needs more than half of it. Room
+    /// for plans that are cut is not counted ([`PlanCapacity::blocks`]).
+    pub fn capacity(&self, max: &StepMax) -> PlanCapacity {
+        max.capacity(&self.setting(&self.groups(), &self.kernels.config().tiles()))
     }
 
     /// Plans one step. Pure host work; the plan serves every layer of the step.
@@ -458,13 +494,15 @@ impl Attention {
         prefixes: &[SharedPrefix],
         mask: Option<&[bool]>,
     ) -> Result<Plan, PlanError> {
-        let AttentionConfig { options, extras, .. } = &self.config;
-        if extras.mask != mask.is_some() {
+        if self.config.extras.mask != mask.is_some() {
             return Err(PlanError::MaskGiven { given: mask.is_some() });
         }
-        let workspace_max = self.workspace_max;
-        let (pool, tiles) = (&self.groups(), &self.kernels.config().tiles());
-        Plan::new(batch, &Setting { pool, options, extras, tiles, workspace_max }, prefixes, mask)
+        Plan::new(batch, &self.setting(&self.groups(), &self.kernels.config().tiles()), prefixes, mask)
+    }
+
+    fn setting<'a>(&'a self, pool: &'a SegmentGroups, tiles: &'a Tiles) -> Setting<'a> {
+        let AttentionConfig { options, extras, .. } = &self.config;
+        Setting { pool, options, extras, tiles, workspace_max: self.workspace_max }
     }
 
     /// Binds a plan to one layer's buffers. A call stays valid as long as its buffers and may be recorded any
@@ -479,15 +517,20 @@ impl Attention {
         io: AttentionIo<'_>,
         workspace: &Workspace,
     ) -> Result<Call, BindError> {
+        let parts =
+            [("plan", plan.buffer.device()), ("kernels", self.kernels.device()), ("workspace", workspace.device())];
+        check_devices(device, &parts)?;
         let groups = self.groups();
         if plan.groups.layout() != groups.layout() {
             return Err(BindError::OtherLayout);
         }
-        if plan.groups != groups
-            || plan.tiles != self.kernels.config().tiles()
-            || plan.extras.of_plan() != self.config.extras.of_plan()
-        {
+        if (plan.groups, plan.tiles) != (groups, self.kernels.config().tiles()) {
             return Err(BindError::OtherKernels);
+        }
+        let AttentionConfig { options, extras, .. } = self.config;
+        if (plan.options, plan.extras) != (options, extras) {
+            let (found, needed) = (Box::new((plan.options, plan.extras)), Box::new((options, extras)));
+            return Err(BindError::OtherScores { found, needed });
         }
         let PlanCapacity { total_q, score_pairs, workspace_bytes, .. } = plan.capacity;
         let bytes = self.config.buffer_bytes(total_q);
@@ -551,6 +594,14 @@ impl Attention {
     }
 }
 
+/// Checks that parts, each with its name, were made on `device`.
+pub(crate) fn check_devices(device: &wgpu::Device, parts: &[(&'static str, &wgpu::Device)]) -> Result<(), BindError> {
+    match parts.iter().find(|(_, of)| *of != device) {
+        Some((part, _)) => Err(BindError::OtherDevice { part }),
+        None => Ok(()),
+    }
+}
+
 /// Entries of [`storage_bindings`] for the segments of a pool.
 pub(crate) fn page_entries<'a>(
     layout: &KvLayout,
@@ -596,8 +647,13 @@ pub(crate) fn storage_bindings<'a>(
     }
     for (index, (name, a, a_bytes)) in entries.iter().enumerate() {
         for (other_index, (other, b, b_bytes)) in entries.iter().enumerate() {
-            let apart = a.offset + a_bytes <= b.offset || b.offset + b_bytes <= a.offset;
-            if index != other_index && written.contains(name) && a.buffer == b.buffer && !apart {
+            if index == other_index || !written.contains(name) || a.buffer != b.buffer {
+                continue;
+            }
+            if !written.contains(other) {
+                return Err(BindError::ReadAndWritten { written: name, read: other });
+            }
+            if a.offset + a_bytes > b.offset && b.offset + b_bytes > a.offset {
                 return Err(BindError::Overlap { written: name, other });
             }
         }

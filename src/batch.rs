@@ -191,6 +191,7 @@ impl Batch<'_> {
 /// let mut step = BatchBuilder::default();
 /// step.push(&table, 20)?;
 /// assert_eq!(step.batch().page_indptr, [0, 2]);
+/// assert_eq!(step.positions().last(), Some(&19));
 /// // A batch of one sequence needs no builder: its table is the page table.
 /// assert_eq!(step.batch().page_ids, table.pages());
 /// # pool.release(table)?;
@@ -202,11 +203,13 @@ pub struct BatchBuilder {
     page_indptr: Vec<u32>,
     page_ids: Vec<u32>,
     kv_len: Vec<u32>,
+    positions: Vec<u32>,
 }
 
 impl Default for BatchBuilder {
     fn default() -> Self {
-        Self { q_indptr: vec![0], page_indptr: vec![0], page_ids: Vec::new(), kv_len: Vec::new() }
+        let (page_ids, kv_len, positions) = (Vec::new(), Vec::new(), Vec::new());
+        Self { q_indptr: vec![0], page_indptr: vec![0], page_ids, kv_len, positions }
     }
 }
 
@@ -217,6 +220,7 @@ impl BatchBuilder {
         self.page_indptr.truncate(1);
         self.page_ids.clear();
         self.kv_len.clear();
+        self.positions.clear();
     }
 
     /// Adds a sequence whose last `q_len` tokens are the step's query rows; `table` counts them. Positions that
@@ -235,12 +239,19 @@ impl BatchBuilder {
         self.page_indptr.push(page_end);
         self.page_ids.extend_from_slice(table.pages());
         self.kv_len.push(table.kv_len());
+        self.positions.extend(table.len().saturating_sub(q_len)..table.len());
         Ok(())
     }
 
     /// The step so far.
     pub fn batch(&self) -> Batch<'_> {
-        let Self { q_indptr, page_indptr, page_ids, kv_len } = self;
+        let Self { q_indptr, page_indptr, page_ids, kv_len, .. } = self;
         Batch { q_indptr, page_indptr, page_ids, kv_len }
+    }
+
+    /// The position of every query row in its sequence, `[total_q]`, those counted that were given back: what a rotation of
+    /// new keys needs ([`crate::Rotation::positions`]), and of queries.
+    pub fn positions(&self) -> &[u32] {
+        &self.positions
     }
 }

@@ -67,7 +67,7 @@ pub use kv::{
 };
 pub use merge::{MergeError, Real, States};
 pub use plan::{
-    DevicePlan, Plan, PlanCapacity, PlanError, SharedPrefix, SharedPrefixError, Slice, UploadError, WriteError,
+    DevicePlan, Plan, PlanCapacity, PlanError, SharedPrefix, SharedPrefixError, Slice, StepMax, UploadError, WriteError,
 };
 pub use runner::{
     Choice, ChosenBy, CompileTimes, KernelUse, Output, Preference, RunError, RunOptions, Runner, SUBMIT_TIME, StoredKv,

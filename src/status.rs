@@ -18,6 +18,9 @@ const ERROR_CUT_SHORT: u32 = 2;
 /// Set by a kernel whose subgroups have another size than it was built for.
 const ERROR_SUBGROUP: u32 = 4;
 
+/// Set by a kernel that finds no work where work was recorded: the plan's write never reached the device.
+const ERROR_UNWRITTEN: u32 = 8;
+
 /// A run whose result must not be used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
@@ -40,6 +43,13 @@ pub enum StatusError {
     /// The driver ended a loop before its end: the kernel is too long for it.
     #[error("the driver ended a kernel's loop early (error bits {bits:#x})")]
     CutShort {
+        /// All error bits.
+        bits: u32,
+    },
+    /// The plan on the device is not the one that a call was recorded with: the encoder of its [`crate::DevicePlan::write`] or
+    /// [`crate::Append::write`] was given up, or was not submitted in its turn. The call computed nothing.
+    #[error("a call was recorded with a plan that was not on the device when it ran (error bits {bits:#x})")]
+    Unwritten {
         /// All error bits.
         bits: u32,
     },
@@ -75,18 +85,47 @@ impl Status {
     /// # Errors
     /// [`StatusError`].
     pub fn check(self, dispatched: u32) -> Result<(), StatusError> {
-        if self.errors & ERROR_PAGE_ID != 0 {
-            return Err(StatusError::PageId { bits: self.errors });
+        self.check_since(Self::default(), dispatched)
+    }
+
+    /// Whether all has gone well since `before` was read, for `dispatched` workgroups since then. Nothing that went wrong
+    /// earlier counts, nor what was recorded and never submitted.
+    ///
+    /// # Errors
+    /// [`StatusError`], of what happened since then. A bit that was set before says nothing more.
+    pub fn check_since(self, before: Self, dispatched: u32) -> Result<(), StatusError> {
+        let (bits, found) = (self.errors & !before.errors, self.completed.wrapping_sub(before.completed));
+        if bits & ERROR_PAGE_ID != 0 {
+            return Err(StatusError::PageId { bits });
         }
-        if self.errors & ERROR_SUBGROUP != 0 {
-            return Err(StatusError::Subgroup { bits: self.errors });
+        if bits & ERROR_SUBGROUP != 0 {
+            return Err(StatusError::Subgroup { bits });
         }
-        if self.errors & ERROR_CUT_SHORT != 0 {
-            return Err(StatusError::CutShort { bits: self.errors });
+        if bits & ERROR_CUT_SHORT != 0 {
+            return Err(StatusError::CutShort { bits });
         }
-        if self.completed != dispatched {
-            return Err(StatusError::Incomplete { found: self.completed, needed: dispatched });
+        if bits & ERROR_UNWRITTEN != 0 {
+            return Err(StatusError::Unwritten { bits });
+        }
+        if found != dispatched {
+            return Err(StatusError::Incomplete { found, needed: dispatched });
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{ERROR_CUT_SHORT, ERROR_PAGE_ID, Status, StatusError};
+
+    #[test]
+    fn what_went_wrong_before_does_not_count() {
+        let before = Status { completed: u32::MAX, errors: ERROR_PAGE_ID };
+        let after = Status { completed: 2, errors: ERROR_PAGE_ID };
+        assert_eq!(after.check_since(before, 3), Ok(()));
+        assert_eq!(after.check_since(before, 2), Err(StatusError::Incomplete { found: 3, needed: 2 }));
+        let failed = Status { errors: ERROR_PAGE_ID | ERROR_CUT_SHORT, ..after };
+        assert_eq!(failed.check_since(before, 3), Err(StatusError::CutShort { bits: ERROR_CUT_SHORT }));
+        assert_eq!(failed.check(2), Err(StatusError::PageId { bits: ERROR_PAGE_ID | ERROR_CUT_SHORT }));
     }
 }

@@ -18,6 +18,11 @@ use paged_attention::{
 
 /// A device of no features and these limits. An error that no scope catches is a panic.
 fn device(limits: wgpu::Limits) -> (wgpu::Device, wgpu::Queue, wgpu::AdapterInfo) {
+    let (adapter, device, queue) = adapter_and_device(limits);
+    (device, queue, adapter.get_info())
+}
+
+fn adapter_and_device(limits: wgpu::Limits) -> (wgpu::Adapter, wgpu::Device, wgpu::Queue) {
     let mut descriptor = wgpu::InstanceDescriptor::new_without_display_handle();
     descriptor.backends = wgpu::Backends::NOOP;
     descriptor.backend_options.noop = wgpu::NoopBackendOptions {
@@ -31,7 +36,7 @@ fn device(limits: wgpu::Limits) -> (wgpu::Device, wgpu::Queue, wgpu::AdapterInfo
     assert_eq!(adapter.get_info().backend, wgpu::Backend::Noop);
     let descriptor = wgpu::DeviceDescriptor { required_limits: limits, ..wgpu::DeviceDescriptor::default() };
     let (device, queue) = pollster::block_on(adapter.request_device(&descriptor)).unwrap();
-    (device, queue, adapter.get_info())
+    (adapter, device, queue)
 }
 
 fn layout(geometry: HeadGeometry, dtype: Dtype, page_size: u32, page_count: u32) -> KvLayout {
@@ -81,6 +86,7 @@ fn say(line: &str) {
 
 /// One application on a noop device: attention, a plan with all three kernels, and buffers of exactly the bytes needed.
 struct App {
+    adapter: wgpu::Adapter,
     device: wgpu::Device,
     queue: wgpu::Queue,
     attention: Attention,
@@ -108,7 +114,8 @@ const NEEDED: [u64; 4] = [41 * 4 * 24 * 2, 22 * 16 * 2 * 2 * 24 * 2, 41 * 4 * 24
 
 impl App {
     fn new(limits: wgpu::Limits) -> Self {
-        let (device, queue, info) = device(limits);
+        let (adapter, device, queue) = adapter_and_device(limits);
+        let info = adapter.get_info();
         let config = config(HeadGeometry::new(4, 2, 20).unwrap(), Dtype::F16, 16, PAGE_COUNT);
         let attention = pollster::block_on(Attention::new(&device, &info, &config)).unwrap();
         let plan = with_mixed_batch(|batch| attention.plan(batch)).unwrap();
@@ -116,7 +123,7 @@ impl App {
         let device_plan = DevicePlan::upload(&device, &plan).unwrap();
         let workspace = Workspace::new(&device, plan.workspace_bytes()).unwrap();
         let buffers = NEEDED.map(|bytes| storage(&device, bytes));
-        Self { device, queue, attention, plan, device_plan, workspace, buffers }
+        Self { adapter, device, queue, attention, plan, device_plan, workspace, buffers }
     }
 
     fn io(&self) -> AttentionIo<'_> {
@@ -185,25 +192,67 @@ fn bindings_that_hold_more_than_needed() {
     }
 }
 
-/// What the documentation of `AttentionIo` says of one buffer for several tensors.
+/// What the documentation of `AttentionIo` says of one buffer for several tensors: what is bound, wgpu takes.
 #[test]
 fn tensors_that_share_a_buffer() {
     let app = App::new(wgpu::Limits::default());
     let [q, kv, out, lse] = NEEDED;
     let arena = storage(&app.device, 1 << 20);
     let record = |io: AttentionIo<'_>| {
-        let call = app.attention.bind(&app.device, &app.device_plan, io, &app.workspace).unwrap();
-        let scope = app.device.push_error_scope(wgpu::ErrorFilter::Validation);
+        let call = app.attention.bind(&app.device, &app.device_plan, io, &app.workspace)?;
+        // An error that no scope catches is a panic.
         let mut encoder = app.device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
         app.attention.encode(&mut encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default()), &call);
         let _commands = encoder.finish();
-        pollster::block_on(scope.pop()).is_none()
+        Ok(())
     };
     let part = |place: u64, size| binding(&arena, place << 18, size);
-    assert!(record(AttentionIo { q: part(0, q), kv: vec![part(1, kv)], ..app.io() }));
-    assert!(record(AttentionIo { out: part(0, out), lse: part(1, lse), ..app.io() }));
-    assert!(!record(AttentionIo { q: part(0, q), out: part(1, out), ..app.io() }));
-    assert!(!record(AttentionIo { kv: vec![part(0, kv)], lse: part(1, lse), ..app.io() }));
+    assert_eq!(record(AttentionIo { q: part(0, q), kv: vec![part(1, kv)], ..app.io() }), Ok(()));
+    assert_eq!(record(AttentionIo { out: part(0, out), lse: part(1, lse), ..app.io() }), Ok(()));
+    let refused = |written, read| Err(BindError::ReadAndWritten { written, read });
+    assert_eq!(record(AttentionIo { q: part(0, q), out: part(1, out), ..app.io() }), refused("out", "q"));
+    assert_eq!(record(AttentionIo { kv: vec![part(0, kv)], lse: part(1, lse), ..app.io() }), refused("lse", "kv"));
+}
+
+/// A part of another device is refused by name, by attention, appends and copies of pages.
+#[test]
+fn parts_of_another_device() {
+    let app = App::new(wgpu::Limits::default());
+    let (device, _queue) = pollster::block_on(app.adapter.request_device(&wgpu::DeviceDescriptor::default())).unwrap();
+    let other = |part| BindError::OtherDevice { part };
+    let workspace = Workspace::new(&device, app.plan.workspace_bytes()).unwrap();
+    let plan = DevicePlan::upload(&device, &app.plan).unwrap();
+    let bind = |device, plan, workspace| app.attention.bind(device, plan, app.io(), workspace).map(|_| ());
+    assert_eq!(bind(&app.device, &app.device_plan, &workspace), Err(other("workspace")));
+    assert_eq!(bind(&app.device, &plan, &app.workspace), Err(other("plan")));
+    assert_eq!(bind(&device, &plan, &workspace), Err(other("kernels")));
+
+    let layout = app.attention.config().layout;
+    let append = with_mixed_batch(|batch| AppendPlan::new(&layout, batch)).unwrap();
+    let append = Append::upload(&device, &append).unwrap();
+    let buffer = storage(&device, 1 << 20);
+    let all = buffer.as_entire_buffer_binding();
+    let source = AppendSource { k: all.clone(), v: all.clone(), kv: vec![all], head_scales: None };
+    let error = append.bind(&device, app.attention.kernels(), source, &workspace).map(|_| ());
+    assert_eq!(error, Err(other("kernels")));
+
+    let mut store = pollster::block_on(KvStore::new(&device, &layout, 1, 0)).unwrap();
+    let error = store.copies(&device, &[], &app.workspace).map(|_| ());
+    assert_eq!(error, Err(CopyError::Bind(other("workspace"))));
+    let error = store.copies(&app.device, &[], &app.workspace).map(|_| ());
+    assert_eq!(error, Err(CopyError::Bind(other("store"))));
+}
+
+/// What makes kernels can be awaited on any thread: servers hand their futures to an executor.
+#[test]
+fn futures_that_move_between_threads() {
+    fn moves<T: Send>(future: T) -> T {
+        future
+    }
+    let (device, _queue, info) = device(wgpu::Limits::default());
+    let config = config(HeadGeometry::new(2, 1, 8).unwrap(), Dtype::F32, 4, 2);
+    pollster::block_on(moves(Attention::new(&device, &info, &config))).unwrap();
+    pollster::block_on(moves(KvStore::new(&device, &config.layout, 1, 0))).unwrap();
 }
 
 /// Bytes of what is written belong to nobody else, in one buffer or not.
@@ -218,7 +267,7 @@ fn tensors_that_overlap() {
     assert_eq!(bind(both(touching)), Ok(()));
     assert_eq!(bind(both(touching - 256)), Err(BindError::Overlap { written: "out", other: "lse" }));
     let alone = AttentionIo { kv: vec![binding(&arena, 0, kv)], out: binding(&arena, 256, out), ..app.io() };
-    assert_eq!(bind(alone), Err(BindError::Overlap { written: "out", other: "kv" }));
+    assert_eq!(bind(alone), Err(BindError::ReadAndWritten { written: "out", read: "kv" }));
     // What is read alone may be the same.
     let read = AttentionIo { q: binding(&arena, 0, q), kv: vec![binding(&arena, 0, kv)], ..app.io() };
     assert_eq!(bind(read), Ok(()));
@@ -237,22 +286,36 @@ fn parts_that_do_not_belong_together() {
     let other = Attention::with_kernels(kernels, &config).unwrap();
     let error = other.bind(&app.device, &app.device_plan, app.io(), &app.workspace).map(|_| ());
     assert_eq!(error, Err(BindError::OtherKernels));
-    // Kernels that know of shared prefixes, masks or a bias of each head, and a plan without; and the other way round.
-    for extras in [
-        Extras { shared_prefixes: true, ..Extras::NONE },
-        Extras { mask: true, ..Extras::NONE },
-        Extras { bias: Some(Bias { dtype: Dtype::F32, per_head: true }), ..Extras::NONE },
+    // Scores that the plan was not made for, and the other way round.
+    let with = |extras| AttentionConfig { extras, ..config };
+    let scored = |options| AttentionConfig { options, ..config };
+    let mut other_scale = config.options;
+    other_scale.scale = 0.5;
+    for config in [
+        with(Extras { shared_prefixes: true, ..Extras::NONE }),
+        with(Extras { mask: true, ..Extras::NONE }),
+        with(Extras { bias: Some(Bias { dtype: Dtype::F32, per_head: true }), ..Extras::NONE }),
+        with(Extras { alibi_slopes: true, ..Extras::NONE }),
+        with(Extras { sinks: true, ..Extras::NONE }),
+        scored(config.options.with_window(Some(3), None)),
+        scored(config.options.with_softcap(Some(5.0))),
+        scored(config.options.with_causal(false)),
+        scored(other_scale),
     ] {
-        let config = AttentionConfig { extras, ..config };
+        let extras = config.extras;
         let kernels = pollster::block_on(Kernels::new(&app.device, &config.kernels(own))).unwrap();
         let other = Attention::with_kernels(kernels, &config).unwrap();
         let bind =
             |attention: &Attention, plan| attention.bind(&app.device, plan, app.io(), &app.workspace).map(|_| ());
-        assert_eq!(bind(&other, &app.device_plan), Err(BindError::OtherKernels));
+        let other_scores = |found: &AttentionConfig, needed: &AttentionConfig| {
+            let [found, needed] = [found, needed].map(|config| Box::new((config.options, config.extras)));
+            Err(BindError::OtherScores { found, needed })
+        };
+        assert_eq!(bind(&other, &app.device_plan), other_scores(app.attention.config(), &config));
         let batch = Batch { q_indptr: &[0], page_indptr: &[0], page_ids: &[], kv_len: &[] };
         let plan = if extras.mask { other.plan_masked(&batch, &[]) } else { other.plan(&batch) };
         let plan = DevicePlan::upload(&app.device, &plan.unwrap()).unwrap();
-        assert_eq!(bind(&app.attention, &plan), Err(BindError::OtherKernels));
+        assert_eq!(bind(&app.attention, &plan), other_scores(&config, app.attention.config()));
     }
     let batch = Batch { q_indptr: &[0], page_indptr: &[0], page_ids: &[], kv_len: &[] };
     assert_eq!(app.attention.plan_shared(&batch, &[], None), Err(PlanError::SharedPrefixesGiven));
@@ -517,6 +580,9 @@ fn kernels_that_cannot_be_built() {
     assert_eq!(build(default(), &kernel_config), Ok(()));
     let bf16 = KernelConfig { out: Dtype::Bf16, ..kernel_config };
     assert_eq!(build(default(), &bf16), Err(BuildError::OutDtype { found: Dtype::Bf16 }));
+    let modifiers = Modifiers { bias: Some(Dtype::Bf16), ..kernel_config.modifiers };
+    let bf16 = KernelConfig { modifiers, ..kernel_config };
+    assert_eq!(build(default(), &bf16), Err(BuildError::BiasDtype { found: Dtype::Bf16 }));
 
     let decode_bytes = KernelId::Decode.workgroup_bytes(&kernel_config);
     for (limits, kernel, limit, found, needed) in [
@@ -574,8 +640,13 @@ fn kernels_that_cannot_be_built() {
         config(HeadGeometry::new(16, 16, 20).unwrap(), Dtype::F16, 3, 7),
         config(HeadGeometry::new(16, 8, 24).unwrap(), Dtype::F16, 3, 7),
         config(HeadGeometry::with_v_head_dim(16, 8, 20, 24).unwrap(), Dtype::F16, 3, 7),
+        AttentionConfig { new_rows: Dtype::F32.into(), ..same },
+        AttentionConfig { options: same.options.with_window(Some(4), None), ..same },
+        AttentionConfig { extras: Extras { sinks: true, ..Extras::NONE }, ..same },
     ] {
         let needed = Box::new(other.kernels(kernel_config.variants));
+        // Found and needed must not read the same.
+        assert_ne!(kernel_config.to_string(), needed.to_string());
         assert_eq!(with(&other), Err(BuildError::OtherConfig { found: Box::new(kernel_config), needed }));
     }
 }
@@ -954,7 +1025,8 @@ fn out_of_memory() {
     }
     let capacity = PlanCapacity { words: bytes / 4, ..app.plan.capacity() };
     let error = DevicePlan::with_capacity(&app.device, &app.attention, &capacity).map(|_| ()).unwrap_err();
-    assert_eq!(error.bytes, bytes + 256);
+    // Eight places for parameters.
+    assert_eq!(error.bytes, bytes + 8 * 256);
     let config = app.attention.config();
     // 2 heads, keys and values of 48 bytes.
     let pool = layout(*config.layout.geometry(), Dtype::F16, 16, (bytes / (16 * 2 * 2 * 48)) as u32);

@@ -9,7 +9,7 @@ use std::time::Instant;
 use paged_attention::{
     Append, AppendCall, AppendPlan, AppendSource, Attention, AttentionConfig, AttentionIo, AttentionOptions, Batch,
     BatchBuilder, BlockPool, BlockTable, Call, DevicePlan, Dtype, Extras, HeadGeometry, KvLayout, PageSize,
-    PlanCapacity, PoolConfig, STATUS_BYTES, Status, Workspace, WriteError, adapter, wgpu,
+    PlanCapacity, PoolConfig, STATUS_BYTES, Status, StepMax, Workspace, WriteError, adapter, wgpu,
 };
 use wgpu::util::StagingBelt;
 
@@ -73,16 +73,13 @@ impl Model {
             extras: Extras::NONE,
         };
         let attention = pollster::block_on(Attention::new(&device, &adapter.get_info(), &config)).unwrap();
-        // Of each sequence its prompt and its last token, whichever needs more.
-        let capacity = |q_len: u32, kv_len: u32| {
-            let pages = page_size.pages_for(kv_len);
-            let page_ids: Vec<u32> = (0..pages).collect();
-            let batch =
-                Batch { q_indptr: &[0, q_len], page_indptr: &[0, pages], page_ids: &page_ids, kv_len: &[kv_len] };
-            attention.plan(&batch).unwrap().capacity()
-        };
-        let sequences = ENDS.map(|end| capacity(PROMPT, PROMPT).or(capacity(1, end)));
-        let largest = sequences.into_iter().reduce(PlanCapacity::and).unwrap();
+        let largest = attention.capacity(&StepMax {
+            sequences: ENDS.len() as u32,
+            q_len: PROMPT,
+            kv_len: ENDS[2],
+            total_kv: u64::from(ENDS.iter().sum::<u32>()),
+            ..StepMax::default()
+        });
         let workspace = Workspace::new(&device, largest.workspace_bytes).unwrap();
         let plan = DevicePlan::with_capacity(&device, &attention, &largest).unwrap();
         let append = Append::with_capacity(&device, &layout, &config.new_rows, largest.total_q).unwrap();

@@ -100,13 +100,17 @@ impl Choosing {
         self.tuning.as_ref().map(|(_, tuning)| tuning)
     }
 
-    /// Makes a runner choose so, unless the table is for another adapter.
+    /// Makes a runner choose so, unless the table is for another adapter, or the adapter has no subgroups of the size that the named
+    /// variants need.
     pub fn apply(&self, runner: &mut Runner) -> Result<(), InputError> {
         let preference = match (&self.tuning, self.which) {
             (Some((_, tuning)), _) => Preference::Tuned(tuning.clone()),
             (None, Which::Quick) => Preference::QuickCompile,
             (None, _) => Preference::Rule,
         };
+        if let Which::Named(variants) = &self.which {
+            check_subgroups(variants, runner)?;
+        }
         let path = self.tuning.as_ref().map_or(Path::new(""), |(path, _)| path);
         runner.prefer(preference).map_err(|error| unusable(path, error))
     }
@@ -119,6 +123,24 @@ impl Choosing {
             Which::Named(variants) => Some(variants),
         }
     }
+}
+
+fn check_subgroups(variants: &Variants, runner: &Runner) -> Result<(), InputError> {
+    let found = AdapterFacts::new(runner.adapter_info(), runner.device()).subgroup_sizes;
+    let has = |size: u32| size == 0 || found.is_some_and(|(min, max)| (min..=max).contains(&size));
+    let (prefill, decode) = (&variants.prefill, &variants.decode);
+    for (variant, size) in [(prefill.to_string(), prefill.subgroup), (decode.to_string(), decode.subgroup())] {
+        if !has(size) {
+            let there = match found {
+                Some((min, max)) if min == max => format!("subgroups of {min}"),
+                Some((min, max)) => format!("subgroups of {min} to {max}"),
+                None => "no subgroups".to_owned(),
+            };
+            let why = format!("{variant} needs subgroups of {size}; {} has {there}", runner.adapter_info().name);
+            return Err(InputError::Flag { flag: "--variants", why });
+        }
+    }
+    Ok(())
 }
 
 /// A pair of variants.

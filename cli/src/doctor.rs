@@ -96,6 +96,10 @@ pub fn run(args: &DoctorArgs) -> u8 {
     };
     let adapters = pollster::block_on(adapter::discover_all());
     let infos: Vec<_> = adapters.iter().map(wgpu::Adapter::get_info).collect();
+    if infos.is_empty() {
+        complain(&adapter::AdapterError::none_discovered());
+        return report::NO_DEVICE;
+    }
     let asked_for = args.adapter.is_some();
     let chosen = match adapter::select(&infos, args.adapter.as_deref()) {
         Ok(chosen) => chosen,

@@ -139,7 +139,9 @@ pub fn single(result: &CaseResult) -> String {
         ),
     );
     if let (Some(bytes), Some(f16)) = (shape.kv_bytes_per_token, shape.kv_bytes_per_token_f16) {
-        line("memory", &format!("{bytes} bytes per token in the pages; {f16} in f16"));
+        // A page is padded as a whole, so a token may have a part of a byte.
+        let rounded = |bytes: f64| if bytes.fract() == 0.0 { format!("{bytes}") } else { format!("{bytes:.1}") };
+        line("memory", &format!("{} bytes per token in the pages; {} in f16", rounded(bytes), rounded(f16)));
     }
     line("errors", &format!("max |out - float64| {:.3e}, nmse {:.3e}", m.max_abs_error, m.nmse));
     line("ratio", &format!("measured/bound {:.3} of out, {:.3} of lse", m.max_bound_ratio_out, m.max_bound_ratio_lse));

@@ -6,6 +6,7 @@ const STATUS_ERRORS = 1u;
 const ERROR_PAGE_ID = 1u;
 const ERROR_CUT_SHORT = 2u;
 const ERROR_SUBGROUP = 4u;
+const ERROR_UNWRITTEN = 8u;
 
 fn report_done(lane: u32) {
     if lane == 0u {
@@ -15,4 +16,12 @@ fn report_done(lane: u32) {
 
 fn report_error(bit: u32) {
     atomicOr(&workspace.status[STATUS_ERRORS], bit);
+}
+
+// For workgroups that the plan has not: a grid may be larger than the plan's, but what is recorded has work. Parameters without
+// any are those of a write that never came (`PlanBuffer::write` in src/plan/device.rs).
+fn report_groups(groups: u32) {
+    if groups == 0u {
+        report_error(ERROR_UNWRITTEN);
+    }
 }

@@ -5,8 +5,8 @@ use super::{BudgetError, product};
 use crate::attention::{AttentionConfig, Workspace};
 use crate::geometry::PageSize;
 use crate::kernels::{Tiles, Variants};
-use crate::kv::{SourceVectors, append_buffer_bytes};
-use crate::plan::{SequenceSize, check_rows, count, plan_buffer_bytes, workspace_bytes};
+use crate::kv::{SegmentGroups, SourceVectors, append_buffer_bytes};
+use crate::plan::{Need, Setting, StepMax, check_lengths, check_rows, count, workspace_bytes, written_buffer_bytes};
 
 /// Different lengths that a [`MemoryModel`] goes through at most.
 pub const DISTINCT_LENGTHS_MAX: u64 = 1 << 24;
@@ -100,10 +100,10 @@ impl Budget {
 
 /// The memory that requests of given lengths take.
 ///
-/// Requests are counted at their last length, and many of them at the mean: of pages, of plan words, of partial states,
-/// each counted exactly over all lengths and rounded up for all requests together; never less than the longest request
-/// needs. Lengths that happen to be above the mean together are what head-room, or a scheduler that
-/// lets requests wait, is for.
+/// Of each request the most is counted that it needs on its way to its last length ([`StepMax`] has the rule), and of many
+/// requests the mean: of pages, of plan words, of partial states, each counted exactly over all lengths and rounded up for
+/// all requests together; never less than the longest request needs. Lengths that happen to be above the mean together are
+/// what head-room, or a scheduler that lets requests wait, is for.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct MemoryModel {
     config: MemoryConfig,
@@ -114,10 +114,10 @@ pub struct MemoryModel {
     words: Mean,
     /// Partial states of a request that generates.
     states: Mean,
-    /// The longest request generating, page ids included.
-    longest: SequenceSize,
-    /// The longest request at the last piece of its prompt, page ids included.
-    prefill: SequenceSize,
+    /// The longest request generating.
+    longest: Need,
+    /// The longest request at any piece of its prompt, the last and largest included.
+    prefill: Need,
     prefill_rows: u32,
 }
 
@@ -143,19 +143,22 @@ impl MemoryModel {
         let tiles = config.attention.kernels(config.variants).tiles();
         let prefill_rows = config.prefill_rows.min(longest);
         check_rows(prefill_rows, geometry, &tiles)?;
-        let size = |q_len, tokens| {
-            let size = SequenceSize::new(0, geometry, &tiles, &config.attention.options, (q_len, tokens))?;
-            Ok::<_, BudgetError>(SequenceSize { words: size.words + u64::from(page_size.pages_for(tokens)), ..size })
+        let AttentionConfig { layout, options, extras, .. } = &config.attention;
+        let (pool, workspace_max) = (&SegmentGroups::whole(layout), u64::MAX);
+        let setting = Setting { pool, options, extras, tiles: &tiles, workspace_max };
+        let most = |q_len, kv_len| {
+            check_lengths(0, options, (q_len, kv_len))?;
+            Ok::<_, BudgetError>(StepMax { sequences: 1, q_len, kv_len, ..StepMax::default() }.need(&setting))
         };
         let model = Self {
             config: *config,
             tiles,
             pages: lengths.pages(page_size),
             longest_pages: page_size.pages_for(longest),
-            words: lengths.mean_of("the plan", |tokens| Ok(size(1, tokens)?.words))?,
-            states: lengths.mean_of("the workspace", |tokens| Ok(size(1, tokens)?.states))?,
-            longest: size(1, longest)?,
-            prefill: size(prefill_rows, longest)?,
+            words: lengths.mean_of("the plan", |tokens| Ok(most(1, tokens)?.words))?,
+            states: lengths.mean_of("the workspace", |tokens| Ok(most(1, tokens)?.states))?,
+            longest: most(1, longest)?,
+            prefill: most(prefill_rows, longest)?,
             prefill_rows,
         };
         model.budget(1).map(|_| model)
@@ -236,7 +239,7 @@ impl MemoryModel {
         Ok(Parts {
             activations: activations.ok_or(BudgetError::Overflow { what })?,
             workspace: Workspace::buffer_bytes(workspace_bytes(states, &self.tiles)?),
-            metadata: plan_buffer_bytes(1, words.into()) + append_buffer_bytes(&attention.new_rows, rows),
+            metadata: written_buffer_bytes(1, words.into()) + append_buffer_bytes(&attention.new_rows, rows),
             ..parts
         })
     }

@@ -226,7 +226,8 @@ fn planned(config: &MemoryConfig, seqs: &[(u32, u32)]) -> Parts {
         activations: rows.q + rows.out + rows.lse + new + config.activation_row_bytes * u64::from(batch.total_q()),
         workspace: Workspace::buffer_bytes(plan.workspace_bytes()),
         kv: layout.bytes() * u64::from(config.layers),
-        metadata: plan.device_bytes() + append.device_bytes(),
+        // Eight places for the parameters of each.
+        metadata: plan.device_bytes() + append.device_bytes() + 2 * 7 * 256,
         ..Parts::default()
     }
 }
@@ -253,18 +254,45 @@ proptest! {
         prop_assert_eq!(budget.steady_decode, planned(&config, &seqs));
     }
 
-    /// Equal lengths: the peak is a plan, too.
+    /// Equal lengths: the peak is a plan, too, or those of two, since few rows at the end of a prompt decode.
     #[test]
-    fn the_prefill_peak_takes_what_its_plan_takes(
+    fn the_prefill_peak_takes_what_its_plans_take(
         tokens in 1_u32..1500, requests in 1_u64..9, rows in 1_u32..1600, page_size in 1_u32..70, cpu: bool,
     ) {
         let facts = if cpu { AdapterFacts::PLAIN_CPU.with_subgroups(8) } else { AdapterFacts::PLAIN_GPU };
         let geometry = HeadGeometry::new(9, 3, 64).unwrap();
         let config = MemoryConfig { prefill_rows: rows, ..config(geometry, page_size, &facts) };
         let model = MemoryModel::new(&config, &Lengths::fixed(tokens).unwrap()).unwrap();
-        let mut seqs = vec![(1, tokens); requests as usize];
-        seqs[0].0 = rows.min(tokens);
-        prop_assert_eq!(model.budget(requests).unwrap().prefill_peak, planned(&config, &seqs));
+        let piece = |rows: u32| {
+            let mut seqs = vec![(1, tokens); requests as usize];
+            seqs[0].0 = rows.min(tokens);
+            planned(&config, &seqs)
+        };
+        // Of 3 query heads for each KV head, 5 rows decode.
+        let (peak, pieces) = (model.budget(requests).unwrap().prefill_peak, piece(rows).max(&piece(rows.min(5))));
+        prop_assert_eq!(Parts { metadata: 0, ..peak }, Parts { metadata: 0, ..pieces });
+        // The plan of one piece beside the append of the other, which has a word for each row more.
+        prop_assert!((pieces.metadata..=pieces.metadata + 4 * u64::from(rows)).contains(&peak.metadata));
+    }
+
+    /// No step on the way of requests to their last lengths takes more, whatever window there is and however long the pieces of
+    /// a prompt are.
+    #[test]
+    fn no_step_on_the_way_takes_more(
+        last in 1_u32..1500, shorter in prop::collection::vec((0_u32..1500, 1_u32..600), 1..6), rows in 1_u32..600,
+        page_size in 1_u32..70, window in prop::option::of(0_u32..700), cpu: bool,
+    ) {
+        let facts = if cpu { AdapterFacts::PLAIN_CPU.with_subgroups(8) } else { AdapterFacts::PLAIN_GPU };
+        let mut config = MemoryConfig { prefill_rows: rows, ..config(HeadGeometry::new(9, 3, 64).unwrap(), page_size, &facts) };
+        config.attention.options = config.attention.options.with_window(window, None);
+        let needed = MemoryModel::new(&config, &Lengths::fixed(last).unwrap()).unwrap().budget(shorter.len() as u64);
+        let needed = needed.unwrap().needed();
+        let mut seqs: Vec<(u32, u32)> = shorter.iter().map(|(less, _)| (1, last.saturating_sub(*less).max(1))).collect();
+        let decodes = planned(&config, &seqs);
+        seqs[0].0 = shorter[0].1.min(rows).min(seqs[0].1);
+        for step in [decodes, planned(&config, &seqs)] {
+            prop_assert_eq!(step.max(&needed), needed);
+        }
     }
 
     #[test]
@@ -294,7 +322,8 @@ fn the_longest_request_always_has_its_pages() {
     let alone = planned(&setting(), &[(1, 8000)]);
     assert_eq!(one.steady_decode, alone);
     assert!(seven.steady_decode.workspace >= alone.workspace);
-    assert_eq!(one.prefill_peak, planned(&setting(), &[(8000, 8000)]));
+    // The last rows of a prompt may be few enough to decode, with 4 query heads for each KV head.
+    assert_eq!(one.prefill_peak, planned(&setting(), &[(8000, 8000)]).max(&planned(&setting(), &[(4, 8000)])));
 }
 
 #[test]

@@ -88,6 +88,11 @@ impl AttentionOptions {
         Self { softcap, ..self }
     }
 
+    /// The softcap, where it is outside of its range.
+    pub(crate) fn softcap_outside(&self) -> Option<f64> {
+        self.softcap.filter(|cap| !(SOFTCAP_MIN..=SOFTCAP_MAX).contains(cap))
+    }
+
     /// The keys that query row `row` of a sequence sees, as far as causal mask and window go: `start <= end <= kv_len`.
     ///
     /// This is the host's statement of the masking rule; the reference has its own.

@@ -4,7 +4,7 @@ use std::f64::consts::LOG2_E;
 
 use super::{
     CASE_BYTES_MAX, CASE_SCORES_MAX, Case, CaseError, CaseExtras, KvSource, OwnedRun, SCORE_LOG2_MAX,
-    SCRATCH_BYTES_PER_KEY, SEQUENCE_BYTES_MAX, SOFTCAP_MAX, SOFTCAP_MIN,
+    SCRATCH_BYTES_PER_KEY, SEQUENCE_BYTES_MAX,
 };
 use crate::batch::{Batch, BatchError, NO_PAGE, check_indptr};
 use crate::geometry::{Dtype, GeometryError, PageSize};
@@ -27,7 +27,7 @@ impl Case {
         if !scale.is_finite() {
             return Err(GeometryError::Scale { found: scale }.into());
         }
-        if let Some(found) = self.options.softcap.filter(|cap| !(SOFTCAP_MIN..=SOFTCAP_MAX).contains(cap)) {
+        if let Some(found) = self.options.softcap_outside() {
             return Err(CaseError::SoftcapRange { found });
         }
         let (found, limit) = (self.query_factor().copysign(scale), f64::from(f32::MAX) / LOG2_E / ROUNDING_ROOM);

@@ -33,8 +33,8 @@ pub use variant::{AdapterFacts, DecodeVariant, ItemOrder, PrefillVariant, SUBGRO
 
 /// What the kernels are specialised for.
 ///
-/// Page size, page count, head counts (but for their ratio), lengths, scale and mask are not part of it: they
-/// come with the plan.
+/// Page size, page count, head counts (but for their ratio), lengths, scale and causal mask are not part of it: they
+/// come with the plan, and so do the reach of a window and the size of a softcap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KernelConfig {
     /// Heads; the group size and the two dimensions are compiled in.
@@ -204,10 +204,39 @@ impl fmt::Display for KernelConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} {}", self.shape(), self.variants)?;
         match (self.segments.get(), self.modifiers.grouped) {
-            (1, false) => Ok(()),
-            (segments, false) => write!(f, " segments={segments}"),
-            (segments, true) => write!(f, " segments={segments} of more"),
+            (1, false) => {}
+            (segments, false) => write!(f, " segments={segments}")?,
+            (segments, true) => write!(f, " segments={segments} of more")?,
         }
+        let NewRows { dtype, rotary } = self.new_rows;
+        if !self.append_copies() {
+            write!(f, " new={dtype}")?;
+        }
+        if let Some(rotary) = rotary {
+            write!(f, " {rotary:?}")?;
+        }
+        write!(f, "{}", self.modifiers)
+    }
+}
+
+impl fmt::Display for Modifiers {
+    /// A word for each that is there, with a space before it.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // Groups of segments are told with the segments.
+        let Self { window_left, softcap, alibi, sinks, mask, bias, shared_prefixes, grouped: _ } = *self;
+        for (name, there) in [
+            ("window", window_left),
+            ("softcap", softcap),
+            ("alibi", alibi),
+            ("sinks", sinks),
+            ("mask", mask),
+            ("shared_prefixes", shared_prefixes),
+        ] {
+            if there {
+                write!(f, " {name}")?;
+            }
+        }
+        bias.map_or(Ok(()), |dtype| write!(f, " bias={dtype}"))
     }
 }
 
@@ -218,6 +247,12 @@ pub enum BuildError {
     /// The output type has no kernel.
     #[error("output type {found} is not supported; f32 and f16 are")]
     OutDtype {
+        /// The type found.
+        found: Dtype,
+    },
+    /// A bias of this type has no kernel.
+    #[error("bias type {found} is not supported; f32 and f16 are")]
+    BiasDtype {
         /// The type found.
         found: Dtype,
     },
@@ -304,6 +339,7 @@ pub struct Kernels {
 
 #[derive(Debug)]
 struct Pipelines {
+    device: wgpu::Device,
     layouts: Layouts,
     /// Bytes of partial states that the device can bind.
     workspace_max: u64,
@@ -321,17 +357,19 @@ pub(crate) struct Layouts {
 }
 
 impl Layouts {
-    fn new(device: &wgpu::Device, config: &KernelConfig) -> Self {
+    /// Once `config` is found to suit the device.
+    pub(crate) fn new(device: &wgpu::Device, config: &KernelConfig) -> Result<Self, BuildError> {
+        check(device, config)?;
         let with_pages = |mut accesses: Vec<Access>, kernel: KernelId, pages: Access| {
             // Slopes, sinks and scales, the bias.
             accesses.resize(kernel.other_storage_buffers(config) as usize + 1, Read);
             accesses.resize(kernel.storage_buffers(config) as usize + 1, pages);
             layout(device, kernel.entry_point(), &accesses)
         };
-        Self {
+        Ok(Self {
             attention: with_pages(vec![Blocks, Read, Read, Write, Write, Write], KernelId::Prefill, Read),
             append: with_pages(vec![Blocks, Read, Read, Read, Write], KernelId::Append, Write),
-        }
+        })
     }
 
     pub(crate) fn of(&self, kernel: KernelId) -> &wgpu::BindGroupLayout {
@@ -348,7 +386,7 @@ impl Kernels {
     /// Uses validation error scopes of the calling thread; waits for the device to answer them.
     ///
     /// # Errors
-    /// [`BuildError::OutDtype`], [`BuildError::Limit`] before anything is made; [`BuildError::Pipeline`].
+    /// [`BuildError`]; what `config` or the device do not allow is found before anything is made.
     pub async fn new(device: &wgpu::Device, config: &KernelConfig) -> Result<Self, BuildError> {
         Self::with_edits(device, config, &[]).await
     }
@@ -360,34 +398,34 @@ impl Kernels {
         edits: &[SourceEdit],
     ) -> Result<Self, BuildError> {
         let config = &config.within(&device.limits());
-        let make = async |kernel: KernelId, layouts: &Layouts| {
+        let layouts = Layouts::new(device, config)?;
+        let make = async |kernel: KernelId| {
             pipeline(device, kernel.entry_point(), edited(kernel, config, edits)?, layouts.of(kernel)).await
         };
-        Self::assemble(device, config, make).await
+        let [prefill, decode, merge, append] = KernelId::ALL;
+        let pipelines = [make(prefill).await?, make(decode).await?, make(merge).await?, make(append).await?];
+        Ok(Self::assemble(device, config, layouts, pipelines))
     }
 
-    /// Kernels of pipelines that `make` hands out, once `config`, which is within the device's limits, is found to suit it.
-    pub(crate) async fn assemble<E: From<BuildError>>(
+    /// Kernels of pipelines in the order of [`KernelId::ALL`], for a configuration that is within the device's limits.
+    pub(crate) fn assemble(
         device: &wgpu::Device,
         config: &KernelConfig,
-        mut make: impl AsyncFnMut(KernelId, &Layouts) -> Result<wgpu::ComputePipeline, E>,
-    ) -> Result<Self, E> {
-        check(device, config)?;
-        let layouts = Layouts::new(device, config);
-        let inner = Pipelines {
-            prefill: make(KernelId::Prefill, &layouts).await?,
-            decode: make(KernelId::Decode, &layouts).await?,
-            merge: make(KernelId::Merge, &layouts).await?,
-            append: make(KernelId::Append, &layouts).await?,
-            layouts,
-            workspace_max: workspace_max(&device.limits()),
-        };
-        Ok(Self { config: *config, inner: Arc::new(inner) })
+        layouts: Layouts,
+        [prefill, decode, merge, append]: [wgpu::ComputePipeline; 4],
+    ) -> Self {
+        let workspace_max = workspace_max(&device.limits());
+        let inner = Pipelines { device: device.clone(), layouts, workspace_max, prefill, decode, merge, append };
+        Self { config: *config, inner: Arc::new(inner) }
     }
 
     /// What the kernels were built for.
     pub fn config(&self) -> &KernelConfig {
         &self.config
+    }
+
+    pub(crate) fn device(&self) -> &wgpu::Device {
+        &self.inner.device
     }
 
     pub(crate) fn workspace_max(&self) -> u64 {
@@ -416,6 +454,9 @@ impl Kernels {
 fn check(device: &wgpu::Device, config: &KernelConfig) -> Result<(), BuildError> {
     if config.out == Dtype::Bf16 {
         return Err(BuildError::OutDtype { found: config.out });
+    }
+    if let Some(found) = config.modifiers.bias.filter(|dtype| *dtype == Dtype::Bf16) {
+        return Err(BuildError::BiasDtype { found });
     }
     config.variants.validate()?;
     if let Some(rotary) = config.new_rows.rotary {

@@ -1,6 +1,7 @@
 //! Variants of the kernels, and the rule that chooses among them.
 
 use super::BuildError;
+use crate::adapter;
 use crate::geometry::{HeadGeometry, padded_dim};
 
 /// Subgroup sizes that there are variants for.
@@ -134,7 +135,7 @@ impl AdapterFacts {
     /// Reads the facts. `device` may have fewer features than its adapter.
     pub fn new(adapter: &wgpu::AdapterInfo, device: &wgpu::Device) -> Self {
         let subgroups = device.features().contains(wgpu::Features::SUBGROUP);
-        let cpu = adapter.device_type == wgpu::DeviceType::Cpu;
+        let cpu = adapter::kind(adapter) == adapter::Kind::Software;
         Self {
             cpu,
             slow_compiler: cpu && adapter.backend == wgpu::Backend::Gl,

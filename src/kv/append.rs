@@ -7,11 +7,16 @@ use super::dtypes::KvDtypes;
 use super::groups::SegmentGroups;
 use super::layout::{KvLayout, RowLayout, VECTOR_BYTES};
 use super::rotary::{Rotary, RotaryError, RotaryShape};
-use crate::attention::{BindError, STATUS_ROOM, Workspace, bind_groups, check_grids, page_entries, storage_bindings};
+use crate::attention::{
+    BindError, STATUS_ROOM, Workspace, bind_groups, check_devices, check_grids, page_entries, storage_bindings,
+};
 use crate::batch::{Batch, BatchError, NO_PAGE};
 use crate::geometry::{Dtype, HeadGeometry};
 use crate::kernels::{KernelConfig, KernelId, Kernels, LANES, append_row_lanes, fold_grid};
-use crate::plan::{Dispatch, PARAMS_BYTES, PlanBuffer, UploadError, WriteError, Written, blocks_of, plan_buffer_bytes};
+use crate::plan::{
+    Dispatch, PARAMS_BYTES, PlanBuffer, UploadError, WriteError, Written, blocks_of, plan_buffer_bytes,
+    written_buffer_bytes,
+};
 
 /// Rows that cannot be appended. Nothing was written.
 #[derive(Clone, Debug, PartialEq, Error)]
@@ -96,7 +101,9 @@ impl From<Dtype> for NewRows {
 pub struct Rotation<'a> {
     /// The embedding.
     pub rotary: &'a Rotary,
-    /// The position of each new token, `[total_q]`; `None` where it is the token's place in its sequence.
+    /// The position of each new token, `[total_q]`; `None` where it is the token's place among the keys of the batch. A
+    /// sequence that gave pages back ([`crate::BlockPool::release_before`]) has fewer there than tokens:
+    /// [`crate::BatchBuilder::positions`] counts them all.
     pub positions: Option<&'a [u32]>,
 }
 
@@ -253,9 +260,9 @@ impl AppendPlan {
     }
 }
 
-/// Bytes of the device buffer of an append of `tokens` tokens to a pool in one segment.
+/// Bytes of the device buffer for appends of up to `tokens` tokens to a pool in one segment ([`Append::with_capacity`]).
 pub(crate) fn append_buffer_bytes(rows: &NewRows, tokens: u32) -> u64 {
-    plan_buffer_bytes(1, append_words(rows, tokens))
+    written_buffer_bytes(1, append_words(rows, tokens))
 }
 
 /// Words of its plan: one for the slot of each token, and two for every pair of elements that is rotated.
@@ -392,9 +399,7 @@ impl Append {
             return Err(WriteError::Capacity { what: "new tokens", found, needed });
         }
         let words = bytemuck::cast_slice(&plan.words);
-        let dispatches = plan.dispatches();
-        self.buffer.write(belt, encoder, &plan.blocks(), words, &dispatches)?;
-        *self.written.dispatches() = dispatches;
+        *self.written.dispatches() = self.buffer.write(belt, encoder, &plan.blocks(), words, plan.dispatches())?;
         Ok(())
     }
 
@@ -409,6 +414,10 @@ impl Append {
         source: AppendSource<'_>,
         workspace: &Workspace,
     ) -> Result<AppendCall, BindError> {
+        check_devices(
+            device,
+            &[("plan", self.buffer.device()), ("kernels", kernels.device()), ("workspace", workspace.device())],
+        )?;
         self.check_kernels(kernels.config())?;
         let [k_bytes, v_bytes] = self.source.bytes();
         let limits = device.limits();
@@ -430,10 +439,10 @@ impl Append {
         check_grids(&self.buffer, &self.written)?;
         let groups = SegmentGroups::new(&self.layout, kernels.config().segments);
         let bound = bind_groups(device, kernels.append_layout(), self.buffer.params(), &bindings, &groups);
-        let offsets = (0..groups.count()).map(|group| groups.segments(group).start * PARAMS_BYTES as u32);
+        let firsts = (0..groups.count()).map(|group| groups.segments(group).start);
         Ok(AppendCall {
             pipeline: kernels.pipeline(KernelId::Append).clone(),
-            bindings: bound.into_iter().zip(offsets).collect(),
+            bindings: bound.into_iter().zip(firsts).collect(),
             written: self.written.clone(),
             axis_max: limits.max_compute_workgroups_per_dimension,
         })
@@ -464,13 +473,13 @@ impl Append {
 impl AppendCall {
     /// Records the append; attention recorded after it in the same pass sees the new rows.
     pub fn encode(&self, pass: &mut wgpu::ComputePass<'_>) {
-        for Dispatch { groups, .. } in self.written.dispatches().iter() {
+        for Dispatch { groups, block, .. } in self.written.dispatches().iter() {
             // What was written or bound has passed `check_grid`.
             if let Some([x, y, z]) = fold_grid(*groups, self.axis_max) {
                 pass.set_pipeline(&self.pipeline);
                 // Each takes all rows, and leaves those alone whose pages it does not bind.
-                for (bindings, offset) in &self.bindings {
-                    pass.set_bind_group(0, bindings, &[*offset]);
+                for (bindings, first) in &self.bindings {
+                    pass.set_bind_group(0, bindings, &[(block + first) * PARAMS_BYTES as u32]);
                     pass.dispatch_workgroups(x, y, z);
                 }
             }
@@ -495,7 +504,6 @@ mod tests {
     use super::*;
     use crate::geometry::PageSize;
     use crate::kv::{KvDtype, Pairing};
-    use crate::plan::PARAMS_BYTES;
 
     const BATCH: Batch<'_> =
         Batch { q_indptr: &[0, 2, 3], page_indptr: &[0, 2, 3], page_ids: &[4, 1, 0], kv_len: &[5, 2] };

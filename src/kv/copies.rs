@@ -8,13 +8,13 @@ use thiserror::Error;
 use super::layout::KvLayout;
 use super::store::KvStore;
 use super::table::PageCopy;
-use crate::attention::{BindError, STATUS_ROOM, Workspace, bind_group, storage_bindings};
+use crate::attention::{BindError, STATUS_ROOM, Workspace, bind_group, check_devices, storage_bindings};
 use crate::buffers;
 use crate::kernels::{LANES, fold_grid};
 use crate::plan::{PlanBuffer, UploadError};
 
 /// Copies that cannot be made. Nothing was recorded, and no slot has changed.
-#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[derive(Clone, Debug, PartialEq, Error)]
 #[non_exhaustive]
 pub enum CopyError {
     /// A page id lies outside of the store.
@@ -125,6 +125,10 @@ impl HostSlots {
 
     pub fn bytes(&self) -> u64 {
         self.contents.len() as u64
+    }
+
+    pub fn count(&self) -> u32 {
+        self.slots.len() as u32
     }
 
     fn contents(&self, slot: u32) -> Option<&[u8]> {
@@ -255,6 +259,7 @@ impl KvStore {
         copies: &[PageCopy],
         workspace: &Workspace,
     ) -> Result<PageCopies, CopyError> {
+        check_devices(device, &[("store", &self.device), ("workspace", workspace.device())])?;
         check_pages(&self.layout, copies)?;
         self.host.check(copies)?;
         let slots = |slot: fn(&PageCopy) -> Option<u32>| -> Vec<u32> { copies.iter().filter_map(slot).collect() };

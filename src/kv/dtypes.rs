@@ -179,6 +179,7 @@ impl FromStr for KvDtypes {
 
     fn from_str(name: &str) -> Result<Self, KvDtypeError> {
         match name.split_once('/') {
+            Some((_, v)) if v.contains('/') => Err(KvDtypeError { found: name.to_owned() }),
             Some((k, v)) => Ok(Self { k: k.parse()?, v: v.parse()? }),
             None => Ok(name.parse::<KvDtype>()?.into()),
         }

@@ -6,6 +6,7 @@ use thiserror::Error;
 
 use super::copies::{CopyError, HostSlots, ToHost};
 use super::layout::{KvLayout, LayoutError};
+use super::pool::PoolConfig;
 use crate::kernels::{BuildError, CopyKernel};
 
 /// Pages that cannot be kept.
@@ -46,6 +47,7 @@ pub enum StoreError {
 #[derive(Debug)]
 pub struct KvStore {
     pub(super) id: u64,
+    pub(super) device: wgpu::Device,
     pub(super) layout: KvLayout,
     /// Of each layer, its segments.
     pub(super) layers: Vec<Vec<wgpu::Buffer>>,
@@ -87,7 +89,8 @@ impl KvStore {
         let host = HostSlots::new(layout.page_bytes(), layers, host_slot_count)
             .map_err(|needed| StoreError::HostMemory { needed })?;
         let layers: Result<_, _> = (0..layers).map(|_| layout.create_segments(device)).collect();
-        Ok(Self { id: NEXT_STORE.fetch_add(1, Ordering::Relaxed), layout: *layout, layers: layers?, host, kernel })
+        let (id, device) = (NEXT_STORE.fetch_add(1, Ordering::Relaxed), device.clone());
+        Ok(Self { id, device, layout: *layout, layers: layers?, host, kernel })
     }
 
     /// The layout of each layer's pages.
@@ -98,6 +101,12 @@ impl KvStore {
     /// Layers.
     pub fn layers(&self) -> u32 {
         self.layers.len() as u32
+    }
+
+    /// The size of the pool whose ids the store can have: `BlockPool::new(store.pool_config())`.
+    pub fn pool_config(&self) -> PoolConfig {
+        let (page_size, page_count) = (self.layout.page_size(), self.layout.page_count());
+        PoolConfig { page_size, page_count, host_slot_count: self.host.count() }
     }
 
     /// A layer's pages, segment by segment: [`crate::AppendSource::kv`] and [`crate::AttentionIo::kv`].

@@ -69,20 +69,6 @@ impl BlockTable {
         if used == 0 { 0 } else { self.page_size.get() - used }
     }
 
-    /// Leading pages that are full and the same in all of `tables`: what their attention may read once for all. Decided by
-    /// page ids, never by how many owners a page has.
-    pub fn common_pages(tables: &[&Self]) -> usize {
-        let Some((first, others)) = tables.split_first() else {
-            return 0;
-        };
-        let same = |other: &&Self| {
-            let comparable = first.pool == other.pool && first.first_token == other.first_token;
-            let equal = first.pages.iter().zip(&other.pages).take_while(|(page, other)| page == other).count();
-            if comparable { equal.min(other.full_pages()) } else { 0 }
-        };
-        others.iter().map(same).fold(first.full_pages(), usize::min)
-    }
-
     pub(super) fn full_pages(&self) -> usize {
         (self.kv_len() / self.page_size.get()) as usize
     }

@@ -1,5 +1,6 @@
 //! Plans on the device: a buffer that is made once and written for every step.
 
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use thiserror::Error;
@@ -8,11 +9,18 @@ use super::Plan;
 use super::slices::Dispatch;
 use crate::attention::{Attention, Extras};
 use crate::buffers::{self, OutOfMemory};
+use crate::case::AttentionOptions;
 use crate::kernels::{Tiles, fold_grid};
 use crate::kv::SegmentGroups;
 
 /// Bytes from one block of parameters to the next: the largest offset alignment that a device may ask for.
 pub(crate) const PARAMS_BYTES: u64 = 256;
+
+/// Places for blocks of parameters in a buffer that is written again and again: each write takes the next, and clears the
+/// others. A call that was recorded for a write which never reached the device then finds parameters without workgroups, and
+/// its kernels say so (`report_groups` in shaders/lib/status.wgsl); unless as many writes as there are places were lost in a row, or a
+/// multiple of them.
+const TURNS: u32 = 8;
 
 /// A plan for which no buffer could be made.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
@@ -38,8 +46,8 @@ pub enum WriteError {
         /// How many the plan has.
         needed: u64,
     },
-    /// The plan was made for another pool, other kernels, or a call that brings other tensors.
-    #[error("the plan was made for another pool layout, other tile sizes, rows or extras")]
+    /// The plan was made for another pool, other kernels, other options, or a call that brings other tensors.
+    #[error("the plan was made for another pool layout, or other tile sizes, rows, options or extras")]
     Other,
     /// More workgroups are needed than the device can dispatch at once. [`Plan::cut`] makes several dispatches of them.
     #[error("kernel `{kernel}` needs {needed} workgroups; the device allows {axis_max} on each of three axes")]
@@ -63,20 +71,16 @@ pub enum WriteError {
 
 /// What the plans of a [`DevicePlan`] may need at most.
 ///
-/// Take it from plans of single sequences ([`Plan::capacity`]): what a sequence may need is the larger ([`PlanCapacity::or`])
-/// of what it needs at its longest with as many new tokens as it may get, with one, and with as many as still decode
-/// ([`crate::kernels::DECODE_ROWS_MAX`] rows: their keys are split); with a window, also at the lengths before, back to the last
-/// multiple of the keys of a split, since the window may lie across more splits there. A batch needs what its sequences
-/// need together ([`PlanCapacity::and`]). Of a pool in several groups of segments ([`crate::KvLayout`]), what a sequence needs
-/// depends on its pages too: most, where each group has some at both its ends. A step that needs more is refused ([`WriteError::Capacity`]), and can be planned
-/// with buffers of its own.
+/// [`Attention::capacity`] gives it for all steps of an application, from the largest numbers that they may have. Plans of
+/// sample batches ([`Plan::capacity`]) are no substitute: a shorter sequence, or one with fewer new tokens, may need more. A
+/// step that needs more is refused ([`WriteError::Capacity`]), and can be planned with buffers of its own.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PlanCapacity {
     /// Words of work items, page tables and the like.
     pub words: u64,
     /// Blocks of parameters: one, and one for each slice of a kernel whose work was cut ([`Plan::cut`]), that reads pages of
-    /// one group of segments among several, or that is of one round among several. Cutting a batch, or doing it in rounds, may
-    /// take more than its sequences tell: three for each round.
+    /// one group of segments among several, or that is of one round among several ([`Plan::slices`]). Who cuts plans adds as
+    /// many slices as they have at most.
     pub blocks: u32,
     /// Query rows of all sequences.
     pub total_q: u32,
@@ -93,7 +97,8 @@ impl PlanCapacity {
     pub fn and(self, other: Self) -> Self {
         Self {
             words: self.words.saturating_add(other.words),
-            blocks: self.blocks.saturating_add(other.blocks).saturating_sub(1).max(1),
+            // Each counts the one that every plan has.
+            blocks: self.blocks.max(1).saturating_add(other.blocks.saturating_sub(1)),
             total_q: self.total_q.saturating_add(other.total_q),
             score_pairs: self.score_pairs.saturating_add(other.score_pairs),
             workspace_bytes: self.workspace_bytes.saturating_add(other.workspace_bytes),
@@ -138,6 +143,7 @@ pub struct DevicePlan {
     pub(crate) buffer: PlanBuffer,
     pub(crate) groups: SegmentGroups,
     pub(crate) tiles: Tiles,
+    pub(crate) options: AttentionOptions,
     pub(crate) extras: Extras,
     pub(crate) capacity: PlanCapacity,
     pub(crate) written: Written,
@@ -168,8 +174,8 @@ impl DevicePlan {
         let (blocks, words) = (plan.blocks(), bytemuck::cast_slice(&plan.words));
         let buffer = PlanBuffer::filled(device, "attention plan", &blocks, words)?;
         let written = Written::new(plan.dispatches());
-        let Plan { groups, tiles, extras, .. } = *plan;
-        Ok(Self { buffer, groups, tiles, extras, capacity: plan.capacity(), written })
+        let Plan { groups, tiles, options, extras, .. } = *plan;
+        Ok(Self { buffer, groups, tiles, options, extras, capacity: plan.capacity(), written })
     }
 
     /// Creates the buffer for plans of `attention` that need no more than `capacity`. It is never made larger: where a
@@ -190,6 +196,7 @@ impl DevicePlan {
             buffer,
             groups: attention.groups(),
             tiles: attention.kernels().config().tiles(),
+            options: config.options,
             extras: config.extras,
             capacity: *capacity,
             written: Written::default(),
@@ -200,7 +207,8 @@ impl DevicePlan {
     /// now uses the old plan, what is recorded from now on the new one. Creates nothing as long as `belt` has room.
     ///
     /// If the encoder is given up instead of submitted, the device keeps the old plan: write again before any call is
-    /// recorded.
+    /// recorded. Calls that were recorded all the same compute nothing, and say so ([`crate::StatusError::Unwritten`]);
+    /// so do those recorded before and submitted after. (Eight lost writes in a row, or a multiple of it, pass unnoticed.)
     ///
     /// # Errors
     /// [`WriteError`]; nothing was recorded.
@@ -210,14 +218,13 @@ impl DevicePlan {
         encoder: &mut wgpu::CommandEncoder,
         plan: &Plan,
     ) -> Result<(), WriteError> {
-        let same = plan.groups == self.groups && plan.tiles == self.tiles;
-        if !same || plan.extras.of_plan() != self.extras.of_plan() {
+        if (plan.groups, plan.tiles, plan.options, plan.extras) != (self.groups, self.tiles, self.options, self.extras)
+        {
             return Err(WriteError::Other);
         }
         self.capacity.check(&plan.capacity())?;
-        let dispatches = plan.dispatches();
-        self.buffer.write(belt, encoder, &plan.blocks(), bytemuck::cast_slice(&plan.words), &dispatches)?;
-        *self.written.dispatches() = dispatches;
+        let words = bytemuck::cast_slice(&plan.words);
+        *self.written.dispatches() = self.buffer.write(belt, encoder, &plan.blocks(), words, plan.dispatches())?;
         Ok(())
     }
 
@@ -230,12 +237,22 @@ impl DevicePlan {
 /// A buffer with blocks of parameters at its start and words behind them.
 #[derive(Clone, Debug)]
 pub(crate) struct PlanBuffer {
+    device: wgpu::Device,
     buffer: wgpu::Buffer,
+    /// Blocks of one place, and places.
     blocks: u32,
+    turns: u32,
+    /// Which write was the last.
+    turn: Arc<AtomicU32>,
     axis_max: u32,
 }
 
-/// Bytes of such a buffer: an empty binding is not allowed.
+/// Bytes of such a buffer for plans that are written one after the other.
+pub(crate) fn written_buffer_bytes(blocks: u32, words: u64) -> u64 {
+    plan_buffer_bytes(blocks.max(1).saturating_mul(TURNS), words)
+}
+
+/// Bytes of such a buffer for one plan: an empty binding is not allowed.
 pub(crate) fn plan_buffer_bytes(blocks: u32, words: u64) -> u64 {
     (PARAMS_BYTES * u64::from(blocks.max(1))).saturating_add(words.max(1).saturating_mul(4))
 }
@@ -251,15 +268,15 @@ pub(crate) fn blocks_of<T: bytemuck::Pod>(params: impl IntoIterator<Item = T>) -
 }
 
 impl PlanBuffer {
-    /// With room for so much, and zeros.
+    /// With room for so much, and zeros: to be written.
     pub fn new(device: &wgpu::Device, label: &str, blocks: u32, words: u64) -> Result<Self, UploadError> {
-        Self::create(device, label, blocks, words, false)
+        Self::create(device, label, (blocks, TURNS), words, false)
     }
 
     /// With these blocks and words, written as it is made. The last block may be cut.
     pub fn filled(device: &wgpu::Device, label: &str, blocks: &[u8], words: &[u8]) -> Result<Self, UploadError> {
         let count = blocks.len().div_ceil(PARAMS_BYTES as usize) as u32;
-        let made = Self::create(device, label, count, words.len() as u64 / 4, true)?;
+        let made = Self::create(device, label, (count, 1), words.len() as u64 / 4, true)?;
         for (offset, part) in [(0, blocks), (made.words_begin(), words)] {
             if !part.is_empty() {
                 let mapped = made.buffer.slice(offset..offset + part.len() as u64).get_mapped_range_mut();
@@ -275,11 +292,12 @@ impl PlanBuffer {
     fn create(
         device: &wgpu::Device,
         label: &str,
-        blocks: u32,
+        (blocks, turns): (u32, u32),
         words: u64,
         mapped_at_creation: bool,
     ) -> Result<Self, UploadError> {
-        let bytes = plan_buffer_bytes(blocks, words);
+        let blocks = blocks.max(1);
+        let bytes = plan_buffer_bytes(blocks.saturating_mul(turns), words);
         let limits = device.limits();
         let allowed = limits.max_storage_buffer_binding_size.min(limits.max_buffer_size);
         if bytes > allowed {
@@ -289,37 +307,50 @@ impl PlanBuffer {
         let descriptor = wgpu::BufferDescriptor { label: Some(label), size: bytes, usage, mapped_at_creation };
         let buffer = buffers::create(device, &descriptor)
             .map_err(|OutOfMemory { bytes, message, .. }| UploadError { bytes, message })?;
-        Ok(Self { buffer, blocks: blocks.max(1), axis_max: limits.max_compute_workgroups_per_dimension })
+        let axis_max = limits.max_compute_workgroups_per_dimension;
+        Ok(Self { device: device.clone(), buffer, blocks, turns, turn: Arc::default(), axis_max })
     }
 
-    /// Records that it gets these blocks and words, for which it must have room, if `dispatches` can be made.
+    /// Records that it gets these blocks and words, for which it must have room, if `dispatches` can be made; these come
+    /// back with the places of their blocks.
     pub fn write(
         &self,
         belt: &mut wgpu::util::StagingBelt,
         encoder: &mut wgpu::CommandEncoder,
         blocks: &[u8],
         words: &[u8],
-        dispatches: &[Dispatch],
-    ) -> Result<(), WriteError> {
-        for Dispatch { kernel, groups: needed, .. } in dispatches {
+        mut dispatches: Vec<Dispatch>,
+    ) -> Result<Vec<Dispatch>, WriteError> {
+        for Dispatch { kernel, groups: needed, .. } in &dispatches {
             let (kernel, needed) = (kernel.entry_point(), *needed);
             self.check_grid(needed).map_err(|axis_max| WriteError::TooManyWorkgroups { kernel, needed, axis_max })?;
         }
         let bytes = (blocks.len() + words.len()) as u64;
-        let Some(size) = wgpu::BufferSize::new(bytes) else { return Ok(()) };
+        let Some(size) = wgpu::BufferSize::new(bytes) else { return Ok(dispatches) };
         let staged = belt.allocate(size, ALIGNMENT);
         let mapped = staged.get_mapped_range_mut();
         let mut mapped = mapped.map_err(|error| WriteError::Staging { bytes, message: error.to_string() })?;
         mapped.slice(..blocks.len()).copy_from_slice(blocks);
         mapped.slice(blocks.len()..).copy_from_slice(words);
         drop(mapped);
+        let turn = (self.turn.fetch_add(1, Ordering::Relaxed) + 1) % self.turns;
+        let place = PARAMS_BYTES * u64::from(self.blocks);
+        let (begin, end) = (place * u64::from(turn), place * u64::from(turn + 1));
+        for others in [0..begin, end..self.words_begin()] {
+            if !others.is_empty() {
+                encoder.clear_buffer(&self.buffer, others.start, Some(others.end - others.start));
+            }
+        }
         let words_from = staged.offset() + blocks.len() as u64;
-        for (from, to, part) in [(staged.offset(), 0, blocks), (words_from, self.words_begin(), words)] {
+        for (from, to, part) in [(staged.offset(), begin, blocks), (words_from, self.words_begin(), words)] {
             if !part.is_empty() {
                 encoder.copy_buffer_to_buffer(staged.buffer(), from, &self.buffer, to, part.len() as u64);
             }
         }
-        Ok(())
+        for dispatch in &mut dispatches {
+            dispatch.block += turn * self.blocks;
+        }
+        Ok(dispatches)
     }
 
     /// Checks that so many workgroups can be dispatched at once. The error is what the device allows on an axis.
@@ -328,7 +359,11 @@ impl PlanBuffer {
     }
 
     fn words_begin(&self) -> u64 {
-        PARAMS_BYTES * u64::from(self.blocks)
+        PARAMS_BYTES * u64::from(self.blocks) * u64::from(self.turns)
+    }
+
+    pub fn device(&self) -> &wgpu::Device {
+        &self.device
     }
 
     /// The first block; the others are reached by dynamic offsets.

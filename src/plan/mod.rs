@@ -6,6 +6,7 @@
 
 mod device;
 mod mask;
+mod most;
 mod ranges;
 mod shared;
 mod slices;
@@ -17,8 +18,10 @@ use bytemuck::{Pod, Zeroable};
 use thiserror::Error;
 
 pub use self::device::{DevicePlan, PlanCapacity, UploadError, WriteError};
-pub(crate) use self::device::{PARAMS_BYTES, PlanBuffer, Written, blocks_of, plan_buffer_bytes};
+pub(crate) use self::device::{PARAMS_BYTES, PlanBuffer, Written, blocks_of, plan_buffer_bytes, written_buffer_bytes};
 use self::mask::{Mask, Run};
+pub(crate) use self::most::Need;
+pub use self::most::StepMax;
 use self::shared::Levels;
 pub use self::shared::{SharedPrefix, SharedPrefixError};
 pub(crate) use self::slices::Dispatch;
@@ -55,8 +58,8 @@ pub enum PlanError {
         /// The scale found.
         found: f64,
     },
-    /// The softcap is no positive number, or not in f32.
-    #[error("softcap is {found}; a positive number that is finite in f32, times log2(e), is needed")]
+    /// The softcap is out of range.
+    #[error("softcap is {found}; {:e} to {:e} is supported", crate::SOFTCAP_MIN, crate::SOFTCAP_MAX)]
     Softcap {
         /// The softcap found.
         found: f64,
@@ -170,6 +173,7 @@ pub struct Plan {
     pub(crate) total_q: u32,
     pub(crate) groups: SegmentGroups,
     tiles: Tiles,
+    options: AttentionOptions,
     extras: Extras,
     pub(crate) score_pairs: u64,
     workspace_bytes: u64,
@@ -190,6 +194,13 @@ pub(crate) struct Setting<'a> {
     pub workspace_max: u64,
 }
 
+impl Setting<'_> {
+    /// Whether merges name what they fold.
+    fn names_sources(&self) -> bool {
+        self.extras.shared_prefixes || self.pool.count() > 1
+    }
+}
+
 /// A reach that has no end, in [`Params`].
 const UNLIMITED: u32 = u32::MAX;
 
@@ -206,6 +217,9 @@ impl Plan {
         let layout = pool.layout();
         batch.validate(layout.page_size(), layout.page_count())?;
         let levels = Levels::new(batch, layout.page_size(), prefixes)?;
+        if let Some(found) = options.softcap_outside() {
+            return Err(PlanError::Softcap { found });
+        }
         let log2 = |factor: f64| (factor * std::f64::consts::LOG2_E) as f32;
         let (q_factor, softcap_log2) = match options.softcap {
             Some(cap) => ((options.scale / cap) as f32, log2(cap)),
@@ -213,11 +227,6 @@ impl Plan {
         };
         if !q_factor.is_finite() {
             return Err(PlanError::Scale { found: options.scale });
-        }
-        if let Some(found) = options.softcap
-            && !(softcap_log2.is_normal() && softcap_log2 > 0.0)
-        {
-            return Err(PlanError::Softcap { found });
         }
         let geometry = layout.geometry();
         let mask = mask.map(|mask| Mask::new(mask, batch)).transpose()?;
@@ -288,6 +297,7 @@ impl Plan {
             total_q: batch.total_q(),
             groups: **pool,
             tiles: **tiles,
+            options: **options,
             extras: **extras,
             score_pairs: lists.score_pairs,
             workspace_bytes: workspace_bytes(lists.states_max, tiles)?,
@@ -363,47 +373,15 @@ pub(crate) fn check_rows(total_q: u32, geometry: &HeadGeometry, tiles: &Tiles) -
 const STEP_KEYS_MAX: u32 = 16;
 
 /// Checks the lengths of a sequence: a kernel adds to a position a reach to the right of up to all rows and keys.
-fn check_lengths(seq: usize, options: &AttentionOptions, (q_len, kv_len): (u32, u32)) -> Result<(), PlanError> {
+pub(crate) fn check_lengths(
+    seq: usize,
+    options: &AttentionOptions,
+    (q_len, kv_len): (u32, u32),
+) -> Result<(), PlanError> {
     let right = if options.causal { 0 } else { options.window_right.unwrap_or(0) };
     match q_len.checked_add(kv_len).and_then(|sum| sum.checked_add(right.min(sum))?.checked_add(STEP_KEYS_MAX)) {
         Some(_) => Ok(()),
         None => Err(PlanError::TooLong { seq, q_len, kv_len }),
-    }
-}
-
-/// What a sequence without shared prefixes adds to a plan and to its workspace, counted without making the lists.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct SequenceSize {
-    /// Words of its record and of its work items; its page ids take a word each beside these.
-    pub words: u64,
-    /// Partial states.
-    pub states: u64,
-}
-
-impl SequenceSize {
-    /// Of a sequence of a batch that [`check_rows`] has passed.
-    ///
-    /// # Errors
-    /// [`PlanError::TooLong`], for the sequence `seq`.
-    pub fn new(
-        seq: usize,
-        geometry: &HeadGeometry,
-        tiles: &Tiles,
-        options: &AttentionOptions,
-        (q_len, kv_len): (u32, u32),
-    ) -> Result<Self, PlanError> {
-        check_lengths(seq, options, (q_len, kv_len))?;
-        let rows = q_len * geometry.group();
-        let seen = visible(options, (q_len, kv_len), 0..q_len);
-        let pass = tiles.pass(geometry, q_len, 0..kv_len, seen, false);
-        let splits = pass.splits.len() as u64;
-        let (merges, states) = if splits > 1 {
-            (rows.div_ceil(tiles.merge_rows), splits * u64::from(rows) * u64::from(geometry.kv_heads()))
-        } else {
-            (0, 0)
-        };
-        let items = splits * u64::from(rows.div_ceil(pass.tile_rows));
-        Ok(Self { words: RECORD_WORDS as u64 + ITEM_WORDS as u64 * (items + u64::from(merges)), states })
     }
 }
 
@@ -621,11 +599,6 @@ impl Step<'_> {
             Ok(part)
         };
         by_group.into_iter().map(&mut part).collect()
-    }
-
-    /// Whether merges name what they fold.
-    fn names_sources(&self) -> bool {
-        self.setting.extras.shared_prefixes || self.setting.pool.count() > 1
     }
 
     /// Partial states that there may be at the same time.
@@ -881,7 +854,7 @@ impl WorkLists {
             }
             if *fate != Fate::Results {
                 let begin = self.sources.len() as u32;
-                if step.names_sources() {
+                if step.setting.names_sources() {
                     self.sources.extend(sources.iter().take(of_prefixes).map(|part| part.record));
                     self.sources.extend(records.iter().take(sources.len() - of_prefixes));
                 }

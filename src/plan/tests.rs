@@ -6,17 +6,19 @@ use std::ops::Range;
 
 use proptest::prelude::*;
 
-use super::{PARAMS_BYTES, Params, Plan, PlanError, RECORD_WORDS, SequenceSize, Setting, SharedPrefix, state_bytes};
+use super::{PARAMS_BYTES, Params, Plan, PlanCapacity, PlanError, RECORD_WORDS, Setting, SharedPrefix, state_bytes};
 use super::{SharedPrefixError, common};
 use crate::attention::Extras;
 use crate::batch::{Batch, NO_PAGE};
-use crate::case::AttentionOptions;
+use crate::case::{AttentionOptions, SOFTCAP_MAX, SOFTCAP_MIN};
 use crate::geometry::{Dtype, HeadGeometry, PageSize};
 use crate::kernels::{
     AdapterFacts, ItemOrder, KernelConfig, KernelId, Modifiers, PrefillVariant, SPLIT_KEYS, SUBGROUP_SIZES, Tiles,
     Variants,
 };
 use crate::kv::{KvLayout, SegmentGroups};
+
+mod most;
 
 /// A batch that owns its tensors.
 #[derive(Clone, Debug)]
@@ -426,7 +428,6 @@ fn check(batch: &Owned) -> HashMap<u32, Vec<Range<u32>>> {
     }
     assert!(results.len() as u32 == total_q * group, "results of rows that do not exist");
 
-    let mut counted = SequenceSize { words: batch.page_ids().len() as u64, states: 0 };
     let (mut q_begin, mut page_begin, mut mask_words, mut pairs) = (0, 0, 0, 0);
     for (seq, (q_len, kv_len, pages)) in (0_u32..).zip(&batch.seqs) {
         let words = &plan.words[RECORD_WORDS * seq as usize..][..RECORD_WORDS];
@@ -437,9 +438,6 @@ fn check(batch: &Owned) -> HashMap<u32, Vec<Range<u32>>> {
         assert_eq!(words[7], if decodes { SPLIT_KEYS } else { tiles.prefill.split_keys });
         let own = if decodes { &prefill } else { &decode };
         assert!(own.iter().all(|item| item[0] != seq), "the other kernel takes it");
-        let size =
-            SequenceSize::new(seq as usize, &batch.geometry, &tiles, &batch.options(), (*q_len, *kv_len)).unwrap();
-        counted = SequenceSize { words: counted.words + size.words, states: counted.states + size.states };
         q_begin += q_len;
         page_begin += pages.len() as u32;
         mask_words += q_len * kv_len.div_ceil(32);
@@ -455,9 +453,6 @@ fn check(batch: &Owned) -> HashMap<u32, Vec<Range<u32>>> {
         assert!(batch.window.0.is_some() || ends.all(|tokens| tokens.is_multiple_of(chains.step_keys)));
     }
     assert_eq!(plan.score_pairs, u64::from(pairs));
-    if batch.prefixes.is_empty() && !grouped && batch.states_max == u64::MAX {
-        assert_eq!(counted, SequenceSize { words: plan.words.len() as u64, states: all_states });
-    }
     results
 }
 
@@ -799,5 +794,35 @@ fn words_out_of_range_are_noticed() {
             change(&mut plan);
             assert!(plan.out_of_range().is_some(), "{:?}", plan.params);
         }
+    }
+}
+
+/// Room for several batches is what they need together, wherever the sum begins.
+#[test]
+fn capacities_add_up_from_none() {
+    let parts = [3, 1, 2].map(|blocks| PlanCapacity { words: 10, blocks, ..PlanCapacity::default() });
+    let sum = parts.into_iter().fold(PlanCapacity::default(), PlanCapacity::and);
+    assert_eq!((sum.words, sum.blocks), (30, 1 + 2 + 1));
+}
+
+/// A plan takes the softcaps that a case takes.
+#[test]
+fn softcaps_out_of_range() {
+    let geometry = HeadGeometry::new(2, 1, 8).unwrap();
+    let layout = KvLayout::new(geometry, Dtype::F16, PageSize::ONE, 1).unwrap();
+    let tiles = Tiles::new(&geometry, &Variants::base(&AdapterFacts::PLAIN_GPU, &geometry));
+    let batch = Batch { q_indptr: &[0, 1], page_indptr: &[0, 1], page_ids: &[0], kv_len: &[1] };
+    let plan = |cap| {
+        let options = AttentionOptions::new(&geometry).with_softcap(Some(cap));
+        let (pool, options, extras) = (&SegmentGroups::whole(&layout), &options, &Extras::NONE);
+        let setting = Setting { pool, options, extras, tiles: &tiles, workspace_max: u64::MAX };
+        Plan::new(&batch, &setting, &[], None).map(|_| ())
+    };
+    for cap in [0.0, -1.0, 1e-37, 1e38, f64::NAN, f64::INFINITY] {
+        let error = plan(cap).unwrap_err();
+        assert!(matches!(error, PlanError::Softcap { .. }), "{error}");
+    }
+    for cap in [SOFTCAP_MIN, 30.0, SOFTCAP_MAX] {
+        plan(cap).unwrap();
     }
 }

@@ -1,7 +1,9 @@
 //! The convenience layer: host tensors in, host tensors out. It submits and waits, and says so.
 
 mod choice;
+mod error;
 mod host;
+mod options;
 mod pace;
 mod pipelines;
 mod timestamps;
@@ -12,239 +14,27 @@ use std::num::NonZeroU32;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use thiserror::Error;
-
 pub use self::choice::{Choice, ChosenBy, Preference};
+pub use self::error::RunError;
 use self::host::{NewTokens, PADDING, PageTable, head_scales, padded, paged_bytes, stored_rows, unpadded};
+pub use self::options::RunOptions;
 pub use self::pace::SUBMIT_TIME;
 use self::pace::{Pace, Portion};
 pub use self::pipelines::CompileTimes;
 use self::pipelines::Pipelines;
 use self::timestamps::{Queries, elapsed_ms};
 pub use self::tune::{TUNE_BUDGET, Tuned};
-use crate::attention::{Attention, AttentionConfig, AttentionIo, Bias, BindError, Extras, Workspace, modifiers};
-use crate::buffers::{self, OutOfMemory};
+use crate::attention::{Attention, AttentionConfig, AttentionIo, BindError, Extras, Workspace};
+use crate::buffers::{self};
 use crate::case::{Case, CaseError, CaseExtras, KvSource};
 use crate::chains::Chains;
-use crate::geometry::{Dtype, PageSize, padded_dim};
-use crate::kernels::{
-    AdapterFacts, BuildError, DECODE_ROWS_MAX, KernelConfig, KernelId, KernelShape, Modifiers, SPLIT_KEYS, Variants,
-};
+use crate::geometry::{Dtype, padded_dim};
+use crate::kernels::{AdapterFacts, DECODE_ROWS_MAX, KernelId, KernelShape, Modifiers, SPLIT_KEYS, Variants};
 use crate::kv::{
-    Append, AppendCall, AppendError, AppendPlan, AppendSource, KvDtypes, KvLayout, LayoutError, NewRows, PoolView,
-    Rotary, Rotation, RowOrder, SegmentGroups,
+    Append, AppendCall, AppendPlan, AppendSource, KvDtypes, LayoutError, NewRows, PoolView, Rotary, Rotation,
 };
-use crate::plan::{DevicePlan, Plan, PlanError, Setting, SharedPrefix, UploadError};
-use crate::selftest::SelfTestError;
-use crate::status::{STATUS_BYTES, Status, StatusError};
-use crate::tensor::TensorError;
-
-/// A run that did not happen or did not finish. Nothing of it is kept.
-#[derive(Clone, Debug, PartialEq, Error)]
-#[non_exhaustive]
-pub enum RunError {
-    /// The adapter gave no device.
-    #[error("the adapter gave no device: {0}")]
-    Device(String),
-    /// The page ids for contiguous keys and values cannot be used.
-    #[error("{found} page ids were given; the {tokens} tokens in pages of {page_size} need {needed}, each once")]
-    PageIds {
-        /// Ids given, repeated ones not counted.
-        found: usize,
-        /// Ids needed.
-        needed: usize,
-        /// Tokens of all sequences.
-        tokens: u64,
-        /// Tokens per page.
-        page_size: u32,
-    },
-    /// Keys that lie in pages are to be rotated: sequences may share pages, at other positions.
-    #[error("the keys are in pages already; only contiguous keys are rotated")]
-    RotatedPages,
-    /// A tensor does not fit into one buffer of the device.
-    #[error("`{buffer}` needs {needed} bytes; the device allows {found}")]
-    TooLarge {
-        /// Which buffer.
-        buffer: &'static str,
-        /// The device's limit.
-        found: u64,
-        /// Bytes needed.
-        needed: u64,
-    },
-    /// The case does not suit the options.
-    #[error(transparent)]
-    Case(#[from] CaseError),
-    /// The kernels could not be built.
-    #[error(transparent)]
-    Build(#[from] BuildError),
-    /// The pool could not be laid out.
-    #[error(transparent)]
-    Layout(#[from] LayoutError),
-    /// The step could not be planned.
-    #[error(transparent)]
-    Plan(#[from] PlanError),
-    /// The append could not be planned.
-    #[error(transparent)]
-    Append(#[from] AppendError),
-    /// Keys and values read back make no tensor: a fault of this crate.
-    #[error(transparent)]
-    Stored(#[from] TensorError),
-    /// A plan did not reach the device.
-    #[error(transparent)]
-    Upload(#[from] UploadError),
-    /// The call could not be bound.
-    #[error(transparent)]
-    Bind(#[from] BindError),
-    /// Kernels that do not compute right on this device.
-    #[error(transparent)]
-    SelfTest(#[from] SelfTestError),
-    /// The kernels reported a failure.
-    #[error(transparent)]
-    Status(#[from] StatusError),
-    /// The device reported an error.
-    #[error("the device failed: {0}")]
-    Failed(String),
-    /// The device has no memory. The runner stays in use.
-    #[error(transparent)]
-    OutOfMemory(#[from] OutOfMemory),
-    /// The device was lost: it takes no work any more, and a new runner is needed.
-    #[error("the device was lost: {0}")]
-    Lost(String),
-}
-
-/// How a case is laid out and what comes back.
-#[derive(Clone, Debug, PartialEq)]
-pub struct RunOptions {
-    /// Tokens per page for contiguous keys and values (a paged case has its own).
-    pub page_size: PageSize,
-    /// For contiguous keys and values: the page ids to use, one per page needed, each once; `None` takes
-    /// them in order. Ids may exceed the number of pages needed: the pool then has spare pages.
-    pub page_ids: Option<Vec<u32>>,
-    /// Order of slot and head inside a page.
-    pub order: RowOrder,
-    /// Types in which the pages hold keys and values; `None` is the case's own.
-    pub kv: Option<KvDtypes>,
-    /// How keys of a contiguous case are rotated on their way into the pages: by their places in their sequences.
-    pub rotary: Option<Rotary>,
-    /// Type of the output rows: [`Dtype::F32`] or [`Dtype::F16`].
-    pub out_dtype: Dtype,
-    /// Pages per segment of the pool; `None` puts as many into one as the device can bind, and all if it can.
-    pub segment_pages: Option<NonZeroU32>,
-    /// Prefixes that sequences of a paged case share, each to be read once ([`SharedPrefix`]); none are looked for.
-    pub shared_prefixes: Vec<SharedPrefix>,
-    /// Variants of the kernels to use, untested; `None` leaves the choice to [`Runner::choose`], or takes those without
-    /// subgroups where there is no query row.
-    pub variants: Option<Variants>,
-    /// Multiply-adds of a submit at most ([`crate::Plan::cut`]); `None` goes by what the runner has measured
-    /// ([`Runner::bound_submits`]). It changes no bit.
-    pub submit_work_max: Option<u64>,
-    /// Bytes of partial states at a time at most ([`Attention::with_workspace_max`]); `None` is what the device can bind. It
-    /// changes no bit.
-    pub workspace_max: Option<u64>,
-}
-
-impl RunOptions {
-    /// Pages of `page_size` in order, output in f32, the runner's choice of kernels.
-    pub fn new(page_size: PageSize) -> Self {
-        Self {
-            page_size,
-            page_ids: None,
-            order: RowOrder::HeadSlot,
-            kv: None,
-            rotary: None,
-            out_dtype: Dtype::F32,
-            segment_pages: None,
-            shared_prefixes: Vec::new(),
-            variants: None,
-            submit_work_max: None,
-            workspace_max: None,
-        }
-    }
-
-    /// The kernels that a run of `case` takes, built in the given way; for a pool in one segment, unless the options say
-    /// otherwise.
-    pub fn kernels(&self, case: &Case, variants: Variants) -> KernelConfig {
-        // A case that cannot be laid out has no pool.
-        let layout = self.segment_pages.and_then(|_| self.lay_out(case).ok());
-        KernelConfig {
-            geometry: *case.geometry(),
-            q: case.q().dtype(),
-            kv: self.kv_dtypes(case),
-            new_rows: self.new_rows(case),
-            out: self.out_dtype,
-            modifiers: modifiers(case.options(), &self.extras(case)),
-            segments: layout.map_or(NonZeroU32::MIN, |(_, layout)| layout.segments()),
-            variants,
-        }
-    }
-
-    /// The types in which the pages of `case` hold keys and values.
-    pub fn kv_dtypes(&self, case: &Case) -> KvDtypes {
-        self.kv.unwrap_or_else(|| case.kv().dtype().into()).of(case.geometry())
-    }
-
-    /// The rows of `case` as an append finds them.
-    fn new_rows(&self, case: &Case) -> NewRows {
-        NewRows { dtype: case.kv().dtype(), rotary: self.rotary.as_ref().map(Rotary::shape) }
-    }
-
-    /// Refuses what no device could run, without one: values outside the output type, page ids that do not fit the case,
-    /// and pools or sequences past 32 bits. [`Runner::run`] checks it again.
-    ///
-    /// # Errors
-    /// [`RunError::Case`], [`RunError::PageIds`], [`RunError::Layout`] or [`RunError::Plan`].
-    pub fn validate(&self, case: &Case) -> Result<(), RunError> {
-        self.lay_out(case).map(|_| ())
-    }
-
-    /// The plan of a run of `case` in these variants, made without a device.
-    #[doc(hidden)]
-    pub fn plan(&self, case: &Case, variants: Variants) -> Result<Plan, RunError> {
-        let (table, layout) = self.lay_out(case)?;
-        let (batch, extras, tiles) = (table.batch(case), self.extras(case), self.kernels(case, variants).tiles());
-        let (prefixes, mask) = (&self.shared_prefixes, case.extras().mask.as_deref());
-        let (pool, workspace_max) = (&SegmentGroups::whole(&layout), self.workspace_max.unwrap_or(u64::MAX));
-        let setting = Setting { pool, options: case.options(), extras: &extras, tiles: &tiles, workspace_max };
-        Ok(Plan::new(&batch, &setting, prefixes, mask)?)
-    }
-
-    /// The page table and the pool that a run will have.
-    fn lay_out(&self, case: &Case) -> Result<(PageTable, KvLayout), RunError> {
-        case.validate_out(self.out_dtype)?;
-        for (seq, (q_len, kv_len)) in case.lengths().into_iter().enumerate() {
-            if q_len.checked_add(kv_len).is_none() {
-                return Err(PlanError::TooLong { seq, q_len, kv_len }.into());
-            }
-        }
-        if let Some(rotary) = &self.rotary {
-            rotary.shape().check(case.geometry().head_dim()).map_err(AppendError::from)?;
-            if case.page_size().is_some() {
-                return Err(RunError::RotatedPages);
-            }
-        }
-        let table = PageTable::new(case, self)?;
-        let dtypes = self.kv_dtypes(case);
-        case.validate_stored(dtypes)?;
-        let layout = KvLayout::new(*case.geometry(), dtypes, table.page_size, table.page_count)?;
-        let layout = layout.with_order(self.order);
-        Ok((table, self.segment_pages.map_or(layout, |pages| layout.with_segment_pages(pages))))
-    }
-
-    /// What a case asks of a call besides its options.
-    fn extras(&self, case: &Case) -> Extras {
-        let CaseExtras { alibi_slopes, sinks, mask, bias, .. } = case.extras();
-        Extras {
-            alibi_slopes: alibi_slopes.is_some(),
-            sinks: sinks.is_some(),
-            mask: mask.is_some(),
-            bias: bias.as_ref().map(|bias| Bias {
-                dtype: bias.dtype(),
-                per_head: bias.shape().first().is_some_and(|heads| *heads > 1),
-            }),
-            shared_prefixes: !self.shared_prefixes.is_empty(),
-        }
-    }
-}
+use crate::plan::DevicePlan;
+use crate::status::{STATUS_BYTES, Status};
 
 /// Slopes and sinks of a case, as the kernels want them; zeros for what it has not.
 fn head_words(case: &Case) -> Vec<u8> {
@@ -320,6 +110,30 @@ impl StoredKv {
 }
 
 /// Owns a device and the pipelines made on it, and runs cases.
+///
+/// ```no_run
+/// use paged_attention::{
+///     AttentionOptions, Case, Computed, Dtype, HeadGeometry, KvSource, Output, PageSize, RunOptions, Runner, Tensor, adapter, verify,
+/// };
+///
+/// // A prompt of 5 tokens: 4 query heads over 2 KV heads of dimension 64.
+/// let heads = HeadGeometry::new(4, 2, 64)?;
+/// let rows = |heads: usize| {
+///     let values: Vec<f32> = (0..5 * heads * 64).map(|i| (i as f32).sin()).collect();
+///     Tensor::from_f32(Dtype::F32, &[5, heads, 64], &values)
+/// };
+/// let kv = KvSource::Contiguous { k: rows(2)?, v: rows(2)?, kv_indptr: vec![0, 5] };
+/// let options = AttentionOptions::new(&heads).with_causal(true);
+/// let case = Case::new(heads, options, rows(4)?, vec![0, 5], kv)?;
+///
+/// let mut runner = Runner::new(&pollster::block_on(adapter::discover(None))?)?;
+/// let output = runner.run(&case, &RunOptions::new(PageSize::new(16)?))?;
+/// assert_eq!(output.out.len(), 5 * 4 * 64);
+/// // Whoever wants to know: the same in float64, and whether the result lies inside the bound.
+/// let Output { out, lse, out_dtype, chains, .. } = &output;
+/// assert!(verify(&case, &Computed { out, lse, out_dtype: *out_dtype, chains })?.passed());
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug)]
 pub struct Runner {
     info: wgpu::AdapterInfo,
@@ -500,13 +314,18 @@ impl Runner {
         lock(&self.failure).clone().map_or(Ok(()), Err)
     }
 
-    /// What is said of a call that failed with `error`: where the device is lost, all else follows from that.
+    /// What is said of a call that failed with `error`: where the device is lost, all else follows from that; and missing
+    /// memory is the same error whatever the buffer.
     fn explained(&self, error: RunError) -> RunError {
         // A loss is told when the device is asked.
         let _ = self.device.poll(wgpu::PollType::Poll);
         match &*lock(&self.failure) {
             Some(lost @ RunError::Lost(_)) => lost.clone(),
-            _ => error,
+            _ => match error {
+                RunError::Layout(LayoutError::OutOfMemory(missing))
+                | RunError::Bind(BindError::OutOfMemory(missing)) => missing.into(),
+                error => error,
+            },
         }
     }
 

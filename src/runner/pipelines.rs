@@ -95,20 +95,23 @@ impl Runner {
             }
             None => {
                 let (device, made) = (&self.device, &self.pipelines.made);
-                let make = async |kernel: KernelId, layouts: &Layouts| {
+                let layouts = Layouts::new(device, config)?;
+                let mut make = |kernel: KernelId| {
                     let wgsl = kernel.wgsl(config)?;
                     if let Some((pipeline, ms)) = made.get(&wgsl) {
                         *compile.of(kernel) = *ms;
                         return Ok(pipeline.clone());
                     }
                     let started = Instant::now();
-                    let pipeline =
-                        kernels::pipeline(device, kernel.entry_point(), wgsl.clone(), layouts.of(kernel)).await?;
+                    let (name, layout) = (kernel.entry_point(), layouts.of(kernel));
+                    let pipeline = pollster::block_on(kernels::pipeline(device, name, wgsl.clone(), layout))?;
                     *compile.of(kernel) = started.elapsed().as_secs_f64() * 1e3;
                     fresh.push((kernel, Some(wgsl)));
                     Ok::<_, RunError>(pipeline)
                 };
-                pollster::block_on(Kernels::assemble(device, config, make))?
+                let [prefill, decode, merge, append] = KernelId::ALL;
+                let pipelines = [make(prefill)?, make(decode)?, make(merge)?, make(append)?];
+                Kernels::assemble(device, config, layouts, pipelines)
             }
         };
         let first: Vec<KernelId> = fresh.iter().map(|(kernel, _)| *kernel).collect();

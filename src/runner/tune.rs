@@ -172,7 +172,10 @@ fn heads(config: &KernelConfig) -> Result<HeadGeometry, RunError> {
     let geometry = &config.geometry;
     let (group, head_dim, v_head_dim) = (geometry.group(), geometry.head_dim(), geometry.v_head_dim());
     let kv_heads = (Q_HEADS / group).max(1);
-    let heads = HeadGeometry::with_v_head_dim(group * kv_heads, kv_heads, head_dim, v_head_dim);
+    let heads = match geometry.is_latent() {
+        true => HeadGeometry::latent(group * kv_heads, head_dim, v_head_dim),
+        false => HeadGeometry::with_v_head_dim(group * kv_heads, kv_heads, head_dim, v_head_dim),
+    };
     Ok(heads.map_err(CaseError::from)?)
 }
 

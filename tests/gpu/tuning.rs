@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use paged_attention::kernels::{Alternatives, KernelConfig, KernelId, Kernels, SourceEdit, Variants};
 use paged_attention::{
-    ChosenBy, Dtype, Modifiers, Output, Preference, RunError, RunOptions, Runner, SelfTestError, Timing, Tuning,
-    TuningError,
+    ChosenBy, Dtype, HeadGeometry, Modifiers, Output, Preference, RunError, RunOptions, Runner, SelfTestError, Timing,
+    Tuning, TuningError,
 };
 use paged_attention_cases::{CaseSpec, Heads, Pool, build};
 
@@ -268,6 +268,18 @@ fn tuning_keeps_to_its_time() {
     assert_eq!((prefill, decode), (all.prefill.len().min(2), all.decode.len().min(2)));
     assert_eq!(tuned.left_out.len(), all.prefill.len() + all.decode.len() - prefill - decode);
     assert!(tuned.left_out.iter().all(|(_, why)| why == "no time was left"), "{:?}", tuned.left_out);
+}
+
+/// Latent attention has a shape of its own, which can be tuned too.
+#[test]
+fn tuning_of_latent_attention() {
+    let Some(gpu) = gpu() else { return };
+    let (rule, _) = rule_and_other(gpu);
+    let geometry = HeadGeometry::latent(8, 16, 8).unwrap();
+    let config = KernelConfig { geometry, variants: rule, ..config(HEADS, rule) };
+    let tuned = gpu.fresh_runner().tune(&config, Duration::ZERO).unwrap();
+    assert!(!tuned.entry.prefill().is_empty() && !tuned.entry.decode().is_empty());
+    assert!(tuned.entry.to_string().starts_with(&config.shape().to_string()), "{}", tuned.entry);
 }
 
 fn slowest<V: Copy>(timings: &[Timing<V>]) -> V {

@@ -1,7 +1,7 @@
 //! Cases 20 to 25 of the project's list, and rollback and swapping, in the way of `faults.rs`. (Case 26 is `events.rs` and
 //! `exhaustive.rs`.)
 
-use paged_attention::PoolError;
+use paged_attention::{BatchBuilder, BlockPool, PageSize, PoolConfig, PoolError};
 
 use crate::faults::{config, run, shows};
 use crate::history::{History, Name};
@@ -253,4 +253,25 @@ fn a_dropped_sequence_recomputes_what_is_gone() {
         ensure!(hit == 8, "{hit} of 8 tokens were left");
         Ok(())
     });
+}
+
+/// A sequence that gave pages back has fewer keys in a batch than tokens: its new tokens keep their positions.
+#[test]
+fn positions_count_pages_that_were_given_back() {
+    let config = PoolConfig { page_size: PageSize::new(16).unwrap(), page_count: 8, host_slot_count: 0 };
+    let mut pool = BlockPool::new(&config).unwrap();
+    let mut tables = [(); 2].map(|()| pool.new_table().unwrap());
+    for (table, tokens) in tables.iter_mut().zip([40, 3]) {
+        pool.extend(table, tokens, &mut Vec::new()).unwrap();
+    }
+    pool.release_before(&mut tables[0], 32).unwrap();
+    pool.extend(&mut tables[0], 2, &mut Vec::new()).unwrap();
+    let mut step = BatchBuilder::default();
+    for (table, q_len) in tables.iter().zip([2, 3]) {
+        step.push(table, q_len).unwrap();
+    }
+    assert_eq!(step.batch().kv_len, [10, 3]);
+    assert_eq!(step.positions(), [40, 41, 0, 1, 2]);
+    step.clear();
+    assert!(step.positions().is_empty());
 }

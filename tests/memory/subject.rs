@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 
 use paged_attention::{
-    BlockPool, BlockTable, PageCopy, PageCounts, PoolConfig, PoolError, PrefixStats, Refused, SwappedTable,
+    BatchBuilder, BlockPool, BlockTable, PageCopy, PageCounts, PoolConfig, PoolError, PrefixStats, Refused,
+    SwappedTable,
 };
 
 use crate::history::History;
@@ -146,14 +147,18 @@ impl Subject for Real {
     }
 
     fn common_pages(&self, ids: &[Id]) -> usize {
-        let tables: Vec<&BlockTable> = ids
-            .iter()
-            .map(|id| match &self.seqs[id] {
-                Held::Table(table) => table,
+        let mut step = BatchBuilder::default();
+        // A sequence alone shares all with itself.
+        for id in ids.iter().chain(&ids[..1]) {
+            match &self.seqs[id] {
+                Held::Table(table) => step.push(table, 1).unwrap(),
                 Held::Swapped(_) => panic!("sequence {id} is swapped out"),
-            })
-            .collect();
-        BlockTable::common_pages(&tables)
+            }
+        }
+        let page_size = self.pool.page_size();
+        let prefixes = step.batch().shared_prefixes(page_size, 1);
+        let all = prefixes.iter().find(|prefix| prefix.seqs == (0..ids.len() + 1));
+        all.map_or(0, |prefix| prefix.tokens / page_size.get()) as usize
     }
 
     fn view(&self) -> View {

@@ -127,10 +127,13 @@ fn refuses(error: &paged_attention::RunError) -> bool {
 /// Better now than after a minute of measuring.
 fn check_place(place: &Path) -> Result<(), String> {
     let folder = place.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let is_svg = place.extension().is_none_or(|extension| extension.eq_ignore_ascii_case("svg"));
     if place.is_dir() {
         Err(format!("{} is a folder; a file is needed", place.display()))
     } else if !folder.is_dir() {
         Err(format!("{}: there is no folder {}", place.display(), folder.display()))
+    } else if !is_svg {
+        Err(format!("--plot {}: the plot is SVG; a name that ends in .svg is needed", place.display()))
     } else {
         Ok(())
     }

@@ -93,27 +93,32 @@ pub struct BudgetArgs {
 #[command(next_help_heading = "How many requests fit")]
 pub struct MemoryFlags {
     /// Memory of the device
-    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, allow_hyphen_values = true)]
     pub memory: Option<u64>,
 
     /// The model's weights
-    #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0", requires = "memory")]
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0", requires = "memory",
+          allow_hyphen_values = true)]
     pub weights: u64,
 
     /// The model's own activations per query row, beside the rows that attention reads and writes
-    #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0", requires = "memory")]
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0", requires = "memory",
+          allow_hyphen_values = true)]
     pub activations_per_row: u64,
 
     /// Buffers for exchange with other devices
-    #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0", requires = "memory")]
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0", requires = "memory",
+          allow_hyphen_values = true)]
     pub communication: u64,
 
     /// Whatever else lies in the device's memory
-    #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0", requires = "memory")]
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0", requires = "memory",
+          allow_hyphen_values = true)]
     pub other: u64,
 
     /// What is to stay free
-    #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0", requires = "memory")]
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0", requires = "memory",
+          allow_hyphen_values = true)]
     pub headroom: u64,
 
     /// Query heads per layer [default: as many as KV heads]

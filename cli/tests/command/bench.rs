@@ -13,6 +13,8 @@ fn refusals_touch_no_adapter() {
         (vec!["--dtype", "bf16"], "f16"),
         (vec!["--plot", "."], "folder"),
         (vec!["--plot", "none/there.svg"], "no folder none"),
+        (vec!["--plot", "a.png"], "a.png: the plot is SVG; a name that ends in .svg is needed"),
+        (vec!["--growth", "--plot", "a.svg.gz"], "a.svg.gz"),
         (vec!["--variants", "best"], "chosen, quick, base"),
         (vec!["--tuning", "none.txt"], "--tuning none.txt"),
         (vec!["--growth", "--plot", "none/there.svg"], "no folder none"),

@@ -180,6 +180,7 @@ fn flag_values() {
         ),
         f("kv type", &["--kv-dtype", "f64"], &["--kv-dtype", "'f64'"]),
         f("value type", &["--kv-dtype", "int8/int4"], &["--kv-dtype", "'int8/int4'", "f32, f16, bf16, int8 or fp8"]),
+        f("three types", &["--kv-dtype", "int8/f16/fp8"], &["found \"int8/f16/fp8\"", "two of them joined by /"]),
         f("out type", &["--out-dtype", "bf16"], &["--out-dtype", "'bf16'"]),
         f("layout", &["--layout", "dim"], &["--layout", "'dim'"]),
         f("page past 32 bits", &["--page-size", "4294967295"], &["--page-size 4294967295", "can be addressed"]),

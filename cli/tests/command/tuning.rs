@@ -57,6 +57,7 @@ fn refusals_touch_no_adapter() {
     for args in [vec!["tune"], attend(&["--tuning", "foreign.txt"]), attend(&["--variants", names])] {
         let run = without_adapter(folder.path(), &args);
         assert_eq!((run.code, run.stdout.as_str()), (Some(3), ""), "{args:?}: {run:?}");
+        assert!(run.stderr.contains("WGPU_BACKEND=\"noop\""), "{args:?}: {run:?}");
     }
 }
 
@@ -194,6 +195,18 @@ fn named_and_base_variants() {
     std::fs::write(folder.path().join("case.safetensors"), prompt.bytes()).unwrap();
     let named = attend(folder.path(), &["--variants", names]).json();
     assert_eq!(kernels(&named), ["prefill-uniform-r2k4l5s8a"]);
+    // Subgroups of a size that the adapter has not are refused before anything runs.
+    let features = &run(folder.path(), &["doctor", "--json", "--adapter", "0"]).json()["adapters"][0]["features"];
+    let ends = ["subgroup_min_size", "subgroup_max_size"].map(|end| features[end].as_u64().unwrap());
+    let has = |size: &u64| features["subgroups"] == true && (ends[0]..=ends[1]).contains(size);
+    if let Some(size) = [4, 8, 16, 32, 64].into_iter().find(|size| !has(size)) {
+        let decode = format!("decode-exchange{size}");
+        let names = format!("prefill-uniform-r1k4l64+{decode}");
+        let refused = run(folder.path(), &["attend", "case.safetensors", "--json", "--variants", &names]);
+        assert_eq!((refused.code, refused.stdout.as_str()), (Some(2), ""), "{refused:?}");
+        let needs = format!("--variants cannot be used: {decode} needs subgroups of {size}");
+        assert!(refused.stderr.contains(&needs), "{refused:?}");
+    }
     let base = attend(folder.path(), &["--variants", "base"]).json();
     assert!(kernels(&base)[0].starts_with("prefill-uniform-"), "{base}");
     assert_eq!(base["choice"], Value::Null);
