@@ -3,7 +3,8 @@
 use std::ops::Range;
 
 use super::device::blocks_of;
-use super::{ITEM_WORDS, Item, Params, Plan, PlanCapacity, RECORD_WORDS, WorkLists};
+use super::work::{Item, WorkLists};
+use super::{ITEM_WORDS, Params, Plan, PlanCapacity, RECORD_WORDS};
 use crate::kernels::KernelId;
 
 /// Workgroups of one kernel that lie one after the other in a plan: a dispatch.

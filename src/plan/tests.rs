@@ -6,8 +6,9 @@ use std::ops::Range;
 
 use proptest::prelude::*;
 
+use super::SharedPrefixError;
+use super::work::common;
 use super::{PARAMS_BYTES, Params, Plan, PlanCapacity, PlanError, RECORD_WORDS, Setting, SharedPrefix, state_bytes};
-use super::{SharedPrefixError, common};
 use crate::attention::Extras;
 use crate::batch::{Batch, NO_PAGE};
 use crate::case::{AttentionOptions, SOFTCAP_MAX, SOFTCAP_MIN};
