@@ -83,7 +83,6 @@ fn main() -> Result<(), Box<dyn Error>> {
 /// A call that is ready to be recorded, and its times.
 struct Contender {
     name: &'static str,
-    attention: Attention,
     call: Call,
     variants: Variants,
     kv_bytes: u64,
@@ -152,8 +151,7 @@ impl Contender {
             bias: None,
         };
         let call = attention.bind(device, &DevicePlan::upload(device, &plan)?, io, &workspace)?;
-        let mut this =
-            Self { name, attention, call, variants, kv_bytes: plan.kv_bytes_read(), ratio: 0.0, seconds: Vec::new() };
+        let mut this = Self { name, call, variants, kv_bytes: plan.kv_bytes_read(), ratio: 0.0, seconds: Vec::new() };
         gpu.seconds(&|encoder| this.encode(encoder), 1)?;
         let status: Vec<u32> = gpu.read(workspace.status())?;
         Status::from_words(status.first_chunk().copied().ok_or("there is no status")?).check(this.call.workgroups())?;
@@ -168,6 +166,6 @@ impl Contender {
 
     fn encode(&self, encoder: &mut wgpu::CommandEncoder) {
         let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
-        self.attention.encode(&mut pass, &self.call);
+        self.call.encode(&mut pass);
     }
 }

@@ -134,7 +134,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         {
             let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
             append_call.encode(&mut pass);
-            attention.encode(&mut pass, &call);
+            call.encode(&mut pass);
         }
         encoder.copy_buffer_to_buffer(&lse, 0, &readback, 0, lse.size());
         encoder.copy_buffer_to_buffer(workspace.status(), 0, &readback, lse.size(), STATUS_BYTES);

@@ -340,6 +340,27 @@ pub struct Call {
 }
 
 impl Call {
+    /// Records the call, with the kernels that it was bound for: one dispatch per slice of the plan that was written last
+    /// ([`Plan::slices`]). Creates nothing, submits nothing.
+    pub fn encode(&self, pass: &mut wgpu::ComputePass<'_>) {
+        self.encode_slices(pass, 0..usize::MAX);
+    }
+
+    /// Records some of the call's slices, as far as there are such. Together they must reach the device in the order of
+    /// [`Plan::slices`], in as many submits as wanted, with the same plan.
+    pub fn encode_slices(&self, pass: &mut wgpu::ComputePass<'_>, slices: Range<usize>) {
+        let dispatches = self.written.dispatches();
+        for Dispatch { kernel, groups, block, segment_group } in dispatches.iter().take(slices.end).skip(slices.start) {
+            // What was written or bound has passed `check_grid`.
+            let bindings = self.bindings.get(*segment_group as usize);
+            if let (Some([x, y, z]), Some(bindings)) = (fold_grid(*groups, self.axis_max), bindings) {
+                pass.set_pipeline(self.kernels.pipeline(*kernel));
+                pass.set_bind_group(0, bindings, &[block * PARAMS_BYTES as u32]);
+                pass.dispatch_workgroups(x, y, z);
+            }
+        }
+    }
+
     /// Workgroups that report their end, for [`crate::Status::check`]: those of the plan that was written last.
     pub fn workgroups(&self) -> u32 {
         self.written.dispatches().iter().fold(0, |sum, dispatch| sum.wrapping_add(dispatch.groups))
@@ -570,27 +591,6 @@ impl Attention {
             written: plan.written.clone(),
             axis_max: limits.max_compute_workgroups_per_dimension,
         })
-    }
-
-    /// Records the call, with the kernels that it was bound for: one dispatch per slice of the plan that was written last
-    /// ([`Plan::slices`]). Creates nothing, submits nothing.
-    pub fn encode(&self, pass: &mut wgpu::ComputePass<'_>, call: &Call) {
-        self.encode_slices(pass, call, 0..usize::MAX);
-    }
-
-    /// Records some of the call's slices, as far as there are such. Together they must reach the device in the order of
-    /// [`Plan::slices`], in as many submits as wanted, with the same plan.
-    pub fn encode_slices(&self, pass: &mut wgpu::ComputePass<'_>, call: &Call, slices: Range<usize>) {
-        let dispatches = call.written.dispatches();
-        for Dispatch { kernel, groups, block, segment_group } in dispatches.iter().take(slices.end).skip(slices.start) {
-            // What was written or bound has passed `check_grid`.
-            let bindings = call.bindings.get(*segment_group as usize);
-            if let (Some([x, y, z]), Some(bindings)) = (fold_grid(*groups, call.axis_max), bindings) {
-                pass.set_pipeline(call.kernels.pipeline(*kernel));
-                pass.set_bind_group(0, bindings, &[block * PARAMS_BYTES as u32]);
-                pass.dispatch_workgroups(x, y, z);
-            }
-        }
     }
 }
 

@@ -2,7 +2,7 @@
 //!
 //! The steps, each a type: a [`Batch`] of ragged query rows and page tables is planned on the host
 //! ([`Attention::plan`]), the [`Plan`] goes to the device once per step ([`DevicePlan::upload`]), is bound to each layer's
-//! buffers ([`Attention::bind`]) and recorded into the caller's compute pass ([`Attention::encode`]). [`Append`] writes new
+//! buffers ([`Attention::bind`]) and recorded into the caller's compute pass ([`Call::encode`]). [`Append`] writes new
 //! keys and values into the pages the same way. Device, queue and buffers are the caller's; nothing is submitted or
 //! waited for, except by [`Runner`], which takes host tensors and returns host tensors.
 //!

@@ -202,7 +202,7 @@ fn tensors_that_share_a_buffer() {
         let call = app.attention.bind(&app.device, &app.device_plan, io, &app.workspace)?;
         // An error that no scope catches is a panic.
         let mut encoder = app.device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
-        app.attention.encode(&mut encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default()), &call);
+        call.encode(&mut encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default()));
         let _commands = encoder.finish();
         Ok(())
     };
@@ -688,7 +688,7 @@ fn base_kernels_need_default_limits_and_no_features() {
     {
         let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
         append.encode(&mut pass);
-        app.attention.encode(&mut pass, &call);
+        call.encode(&mut pass);
     }
     app.queue.submit([encoder.finish()]);
 }
@@ -705,7 +705,7 @@ fn recording_is_quick() {
             {
                 let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
                 for _ in 0..1000 {
-                    app.attention.encode(&mut pass, &call);
+                    call.encode(&mut pass);
                 }
             }
             // wgpu checks a pass where it ends.
@@ -1157,7 +1157,7 @@ fn plans_that_cannot_be_written() {
     );
     device_plan.write(&mut belt, &mut encoder, &cut).unwrap();
     let call = small.attention.bind(&small.device, &device_plan, small.io(), &small.workspace).unwrap();
-    small.attention.encode(&mut encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default()), &call);
+    call.encode(&mut encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default()));
     belt.finish();
     small.queue.submit([encoder.finish()]);
 }

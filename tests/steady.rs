@@ -145,7 +145,7 @@ impl Model {
             let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
             for layer in &self.layers {
                 layer.append.encode(&mut pass);
-                self.attention.encode(&mut pass, &layer.call);
+                layer.call.encode(&mut pass);
             }
         }
         self.belt.finish();
@@ -267,7 +267,7 @@ fn ten_thousand_steps_make_nothing() {
     let after = model.made();
     assert!(after[0] >= before[0] + 3 && after[1] == before[1] + 1, "{before:?}, then {after:?}");
     let mut encoder = model.device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
-    model.attention.encode(&mut encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default()), &call);
+    call.encode(&mut encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default()));
     model.queue.submit([encoder.finish()]);
     let rows = u64::from(batch.total_q() * HEADS[0]);
     for (written, fresh, bytes) in [(&layer.out, &out, rows * u64::from(DIM) * 4), (&layer.lse, &lse, rows * 4)] {

@@ -448,7 +448,7 @@ impl Runner {
                 label: Some("attention"),
                 timestamp_writes: queries.as_ref().and_then(|queries| queries.writes(begin == 0, is_last)),
             };
-            attention.encode_slices(&mut encoder.begin_compute_pass(&descriptor), &call, begin..portion.end);
+            call.encode_slices(&mut encoder.begin_compute_pass(&descriptor), begin..portion.end);
             submits += 1;
             if is_last {
                 break;

@@ -165,7 +165,7 @@ impl Runner {
             let started = Instant::now();
             self.finish(|pass| match kernel {
                 KernelId::Append => append.encode(pass),
-                _ => attention.encode(pass, &call.clone().of_one_workgroup(*kernel)),
+                _ => call.clone().of_one_workgroup(*kernel).encode(pass),
             })?;
             Ok(started.elapsed().as_secs_f64() * 1e3)
         };

@@ -277,7 +277,6 @@ fn fill(queue: &wgpu::Queue, buffer: &wgpu::Buffer, dtype: Dtype) -> Result<(), 
 struct Contender<V> {
     variant: V,
     compile_ms: f64,
-    attention: Attention,
     call: Call,
     workspace: Workspace,
     /// Calls per timing.
@@ -307,7 +306,7 @@ impl<V> Contender<V> {
         let call =
             attention.bind(device, &plan, AttentionIo { q, kv: vec![kv], out, lse, heads, bias: None }, &workspace)?;
         let (repeats, calls, times_ms) = (1, 0, Vec::new());
-        let mut contender = Self { variant, compile_ms, attention, call, workspace, repeats, calls, times_ms };
+        let mut contender = Self { variant, compile_ms, call, workspace, repeats, calls, times_ms };
         contender.time(runner)?;
         contender.time(runner)?;
         let once = contender.times_ms.pop().unwrap_or(TIMING_MS);
@@ -319,8 +318,7 @@ impl<V> Contender<V> {
     /// One timing: recording, submission and execution.
     fn time(&mut self, runner: &Runner) -> Result<(), RunError> {
         let started = Instant::now();
-        runner
-            .scoped(|| runner.finish(|pass| (0..self.repeats).for_each(|_| self.attention.encode(pass, &self.call))))?;
+        runner.scoped(|| runner.finish(|pass| (0..self.repeats).for_each(|_| self.call.encode(pass))))?;
         self.times_ms.push(started.elapsed().as_secs_f64() * 1e3 / f64::from(self.repeats));
         self.calls += self.repeats;
         Ok(())

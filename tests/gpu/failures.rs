@@ -92,7 +92,7 @@ fn an_application_whose_device_goes_between_slices() {
         let device_plan = DevicePlan::upload(&host.device, &plan).unwrap();
         let call = attention.bind(&host.device, &device_plan, layer.io(), &workspace).unwrap();
         let half = call.slices() / 2;
-        host.submit(|pass| attention.encode_slices(pass, &call, 0..half));
+        host.submit(|pass| call.encode_slices(pass, 0..half));
         let found = half as u32;
         assert_eq!(host.status(&workspace), Status { completed: found, errors: 0 });
         let usage = wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST;
@@ -101,7 +101,7 @@ fn an_application_whose_device_goes_between_slices() {
         if goes {
             host.device.destroy();
         }
-        host.submit(|pass| attention.encode_slices(pass, &call, half..usize::MAX));
+        host.submit(|pass| call.encode_slices(pass, half..usize::MAX));
         if goes {
             // Nothing can be read any more: no status that looks whole, and no half of a result.
             let mut encoder = host.encoder();
@@ -190,7 +190,7 @@ fn an_application_whose_device_goes() {
         mapped_at_creation: false,
     });
     host.device.destroy();
-    attention.encode(&mut encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default()), &call);
+    call.encode(&mut encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default()));
     belt.finish();
     host.queue.submit([encoder.finish()]);
     belt.recall();
@@ -199,7 +199,7 @@ fn an_application_whose_device_goes() {
     let again = device_plan.write(&mut belt, &mut encoder, &plan);
     let upload = DevicePlan::upload(&host.device, &plan).map(|_| ());
     assert!(upload.is_err() && again.is_ok(), "{upload:?}, {again:?}");
-    attention.encode(&mut encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default()), &call);
+    call.encode(&mut encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default()));
     belt.finish();
     host.queue.submit([encoder.finish()]);
     belt.recall();
@@ -225,18 +225,18 @@ fn commands_that_were_not_submitted() {
     let needed = call.workgroups();
     {
         let mut encoder = host.encoder();
-        attention.encode(&mut encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default()), &call);
+        call.encode(&mut encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default()));
     }
     assert_eq!(host.status(&workspace).check(needed), Err(StatusError::Incomplete { found: 0, needed }));
     assert!(layer.is_untouched(host));
     let some = call.slices() / 2;
-    host.submit(|pass| attention.encode_slices(pass, &call, 0..some));
+    host.submit(|pass| call.encode_slices(pass, 0..some));
     let found = some as u32;
     assert_eq!(host.status(&workspace), Status { completed: found, errors: 0 });
     assert_eq!(host.status(&workspace).check(needed), Err(StatusError::Incomplete { found, needed }));
     // From the beginning again; the count goes on from where it was.
     let before = host.status(&workspace);
-    host.submit(|pass| attention.encode(pass, &call));
+    host.submit(|pass| call.encode(pass));
     host.status(&workspace).check(found + needed).unwrap();
     host.status(&workspace).check_since(before, needed).unwrap();
     let [out, lse] = layer.results(host);
@@ -300,7 +300,7 @@ impl<'a> Written<'a> {
             if appends {
                 append.encode(&mut pass);
             } else {
-                attention.encode(&mut pass, &call);
+                call.encode(&mut pass);
             }
         }
         let needed = if appends { append.workgroups() } else { call.workgroups() };

@@ -376,7 +376,7 @@ fn an_application_in_groups() {
     belt.recall();
     let mut encoder = host.encoder();
     device_plan.write(&mut belt, &mut encoder, &plan).unwrap();
-    attention.encode(&mut encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default()), &call);
+    call.encode(&mut encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default()));
     belt.finish();
     host.queue.submit([encoder.finish()]);
     // Prefill and decode in several groups each, and a merge.

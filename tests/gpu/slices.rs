@@ -115,7 +115,7 @@ fn the_caller_spreads_slices_over_submits() {
             let call = attention.bind(&host.device, &device_plan, layer.io(), &workspace).unwrap();
             assert_eq!(call.slices(), order.len());
             for slice in order {
-                host.submit(|pass| attention.encode_slices(pass, &call, slice..slice + 1));
+                host.submit(|pass| call.encode_slices(pass, slice..slice + 1));
             }
             host.status(&workspace).check(call.workgroups()).unwrap();
             let [out, lse] = layer.results(host);
@@ -128,7 +128,7 @@ fn the_caller_spreads_slices_over_submits() {
         let workspace = Workspace::new(&host.device, plan.workspace_bytes()).unwrap();
         let device_plan = paged_attention::DevicePlan::upload(&host.device, &plan).unwrap();
         let call = attention.bind(&host.device, &device_plan, layer.io(), &workspace).unwrap();
-        host.submit(|pass| attention.encode(pass, &call));
+        host.submit(|pass| call.encode(pass));
         let [out, lse] = layer.results(host);
         assert_eq!(bits("out", &out, &expected.out).or(bits("lse", &lse, &expected.lse)), None);
     }

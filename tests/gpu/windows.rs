@@ -79,7 +79,7 @@ fn pages_outside_the_window_are_not_read() {
         let io = paged_attention::AttentionIo { kv: vec![kv.binding()], ..layer.io() };
         let device_plan = DevicePlan::upload(&host.device, &plan).unwrap();
         let call = attention.bind(&host.device, &device_plan, io, &workspace).unwrap();
-        host.submit(|pass| attention.encode(pass, &call));
+        host.submit(|pass| call.encode(pass));
         host.status(&workspace).check(call.workgroups()).unwrap();
         let [out, lse] = layer.results(host);
         let differ = bits("out", &out, &expected.out).or(bits("lse", &lse, &expected.lse));
@@ -164,7 +164,7 @@ fn a_window_of_256_takes_less_than_a_twentieth_of_the_time() {
         let repeats = [32, 1];
         let seconds = |i: usize| {
             let start = Instant::now();
-            host.submit(|pass| (0..repeats[i]).for_each(|_| pair.attention[i].encode(pass, &calls[i])));
+            host.submit(|pass| (0..repeats[i]).for_each(|_| calls[i].encode(pass)));
             host.device.poll(wgpu::PollType::wait_indefinitely()).unwrap();
             start.elapsed().as_secs_f64() / f64::from(repeats[i])
         };

@@ -53,7 +53,6 @@ pub enum Selection {
 /// A call that is ready to be recorded.
 #[derive(Debug)]
 pub struct Paged {
-    attention: Attention,
     call: Call,
     /// `[total_q, q_heads, v_head_dim]`, f32.
     pub out: wgpu::Buffer,
@@ -162,7 +161,7 @@ impl Paged {
         let call = attention.bind(device, &device_plan, io, &workspace).map_err(of_shape(name))?;
 
         let chains = plan.chains().to_vec();
-        let paged = Self { attention, call, out, lse, chains, kernel, compile_ms, stepped_down, choice };
+        let paged = Self { call, out, lse, chains, kernel, compile_ms, stepped_down, choice };
         let mut encoder = device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
         append.encode(&mut encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default()));
         paged.encode(&mut encoder);
@@ -177,7 +176,7 @@ impl Paged {
     /// Records the call.
     pub fn encode(&self, encoder: &mut wgpu::CommandEncoder) {
         let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
-        self.attention.encode(&mut pass, &self.call);
+        self.call.encode(&mut pass);
     }
 
     /// Whether the result of the last run is right.

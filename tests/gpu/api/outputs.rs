@@ -27,7 +27,7 @@ fn specs() -> Vec<CaseSpec> {
 fn run(host: &Host, layer: &Layer<'_>, plan: &DevicePlan, workspace: &Workspace) {
     let attention = host.attention(&layer.config);
     let call = attention.bind(&host.device, plan, layer.io(), workspace).unwrap();
-    host.submit(|pass| attention.encode(pass, &call));
+    host.submit(|pass| call.encode(pass));
     host.status(workspace).check(call.workgroups()).unwrap();
 }
 
@@ -72,7 +72,7 @@ fn results_side_by_side_in_one_buffer() {
     };
     let plan = DevicePlan::upload(&host.device, &plan).unwrap();
     let call = attention.bind(&host.device, &plan, io, &workspace).unwrap();
-    host.submit(|pass| attention.encode(pass, &call));
+    host.submit(|pass| call.encode(pass));
     let bytes = host.read(&both);
     let part = |from: u64, to: u64| bytes[from as usize..to as usize].to_vec();
     assert_eq!(bits("out", &super::host::owned(F32, &part(0, out_bytes), 64), &expected.out), None);
@@ -155,7 +155,7 @@ fn an_element_that_is_not_written_is_noticed() {
         let layer = Layer::new(host, &case, spec.out);
         let workspace = Workspace::new(&host.device, 1 << 16).unwrap();
         let call = mutant.bind(&host.device, &plan, layer.io(), &workspace).unwrap();
-        host.submit(|pass| mutant.encode(pass, &call));
+        host.submit(|pass| call.encode(pass));
         let [out, lse] = layer.results(host);
         let left_out = |found: &[f32]| found.iter().filter(|x| x.is_nan()).count();
         assert!(left_out(&out) + left_out(&lse) > 0, "nobody notices {edits:?}");

@@ -66,19 +66,18 @@ fn plans_and_layers_side_by_side() {
                 attention.bind(&host.device, &step.device_plan, layer.io(), &workspace).unwrap()
             })
             .collect();
-        let both = || attentions.iter().zip(&calls);
         match recorded {
-            Recorded::OnePass => host.submit(|pass| both().for_each(|(attention, call)| attention.encode(pass, call))),
+            Recorded::OnePass => host.submit(|pass| calls.iter().for_each(|call| call.encode(pass))),
             Recorded::OneEncoder => {
                 let mut encoder = host.encoder();
-                for (attention, call) in both() {
+                for call in &calls {
                     let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
-                    attention.encode(&mut pass, call);
+                    call.encode(&mut pass);
                 }
                 host.queue.submit([encoder.finish()]);
             }
             Recorded::ManySubmits => {
-                both().for_each(|(attention, call)| host.submit(|pass| attention.encode(pass, call)));
+                calls.iter().for_each(|call| host.submit(|pass| call.encode(pass)));
             }
         }
         let workgroups: u32 = calls.iter().map(paged_attention::Call::workgroups).sum();
@@ -107,8 +106,8 @@ fn status_adds_up() {
     let mut calls = 0;
     for repeats in [1, 3, 2] {
         for _ in 0..repeats {
-            host.submit(|pass| attention.encode(pass, &call));
-            host.submit(|pass| (0..2).for_each(|_| attention.encode(pass, &call)));
+            host.submit(|pass| call.encode(pass));
+            host.submit(|pass| (0..2).for_each(|_| call.encode(pass)));
             calls += 3;
         }
         let status = host.status(&workspace);
@@ -138,7 +137,7 @@ fn recording_is_quick() {
             let start = Instant::now();
             {
                 let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
-                (0..1000).for_each(|_| attention.encode(&mut pass, &call));
+                (0..1000).for_each(|_| call.encode(&mut pass));
             }
             let _commands = encoder.finish();
             start.elapsed().as_secs_f64() * 1e3
@@ -189,7 +188,7 @@ fn recording_creates_nothing() {
     let mut encoder = host.encoder();
     {
         let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
-        (0..1000).for_each(|_| attention.encode(&mut pass, &call));
+        (0..1000).for_each(|_| call.encode(&mut pass));
     }
     let _commands = encoder.finish();
     assert_eq!(made(), bound);

@@ -143,19 +143,19 @@ impl<'h> Server<'h> {
         match recorded {
             Recorded::OnePass => self.host.submit(|pass| {
                 append.encode(pass);
-                self.attention.encode(pass, &call);
+                call.encode(pass);
             }),
             Recorded::TwoPasses => {
                 let mut encoder = self.host.encoder();
                 append.encode(&mut encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default()));
                 let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
-                self.attention.encode(&mut pass, &call);
+                call.encode(&mut pass);
                 drop(pass);
                 self.host.queue.submit([encoder.finish()]);
             }
             Recorded::TwoSubmits => {
                 self.host.submit(|pass| append.encode(pass));
-                self.host.submit(|pass| self.attention.encode(pass, &call));
+                self.host.submit(|pass| call.encode(pass));
             }
         }
         self.workgroups += append.workgroups() + call.workgroups();

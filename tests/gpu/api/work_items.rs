@@ -52,7 +52,7 @@ fn more_sequences_than_an_axis_has_workgroups() {
     };
     let workspace = Workspace::new(&host.device, plan.workspace_bytes()).unwrap();
     let call = attention.bind(&host.device, &DevicePlan::upload(&host.device, &plan).unwrap(), io, &workspace).unwrap();
-    host.submit(|pass| attention.encode(pass, &call));
+    host.submit(|pass| call.encode(pass));
     assert_eq!(call.workgroups(), SEQS);
     host.status(&workspace).check(SEQS).unwrap();
 

@@ -92,7 +92,7 @@ fn fault_24_what_calls_leave_behind() {
         let _unused = DevicePlan::upload(&host.device, &plan).unwrap();
         let io: AttentionIo<'_> = layer.io();
         let call = attention.bind(&host.device, &used, io, &workspace).unwrap();
-        host.submit(|pass| attention.encode(pass, &call));
+        host.submit(|pass| call.encode(pass));
         call
     };
     grows(&host.device, || {

@@ -79,7 +79,7 @@ impl Server<'_> {
             };
             let call = self.attention.bind(device, &plan, io, &self.workspace).map_err(refused)?;
             append.encode(&mut pass);
-            self.attention.encode(&mut pass, &call);
+            call.encode(&mut pass);
             self.dispatched = self.dispatched.wrapping_add(append.workgroups()).wrapping_add(call.workgroups());
             results.push([out, lse]);
         }
@@ -133,7 +133,7 @@ impl Server<'_> {
                 bias: None,
             };
             let call = self.attention.bind(device, &plan, io, &self.workspace).map_err(refused)?;
-            self.attention.encode(&mut pass, &call);
+            call.encode(&mut pass);
             self.dispatched = self.dispatched.wrapping_add(call.workgroups());
         }
         drop(pass);
