@@ -126,9 +126,9 @@ fn rounds_of_groups() {
         for (kernel, fault, from, to) in [
             (
                 KernelId::Prefill,
-                "rows of another round",
+                "a row of the round left out",
                 "let row_count = seq.rows_end;",
-                "let row_count = seq.q_len * GROUP;",
+                "let row_count = seq.rows_end - 1u;",
             ),
             (KernelId::Prefill, "states of all rows", "* seq.state_rows + row;", "* seq.q_len * GROUP + row;"),
             (KernelId::Merge, "states of all rows", "* seq.state_rows + row;", "* seq.q_len * GROUP + row;"),
