@@ -61,11 +61,10 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 
     // Rows of a step, in and out. A model would have some for each layer, and bind the plans once for each.
     let usage = wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_DST;
-    let [q, k, v] = [heads.q_heads(), heads.kv_heads(), heads.kv_heads()]
-        .map(|heads| buffer(&device, u64::from(rows_max * heads * 64 * 2), usage));
+    let (bytes, [k, v]) = (config.buffer_bytes(rows_max), append.source_bytes());
+    let [q, k, v] = [bytes.q, k, v].map(|bytes| buffer(&device, bytes, usage));
     let usage = wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_SRC;
-    let out = buffer(&device, u64::from(rows_max * heads.q_heads() * 64 * 4), usage);
-    let lse = buffer(&device, u64::from(rows_max * heads.q_heads() * 4), usage);
+    let [out, lse] = [bytes.out, bytes.lse].map(|bytes| buffer(&device, bytes, usage));
     let usage = wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST;
     let readback = buffer(&device, lse.size() + STATUS_BYTES, usage);
     let source = AppendSource {

@@ -114,6 +114,25 @@ impl AttentionConfig {
             lse: rows.saturating_mul(4).max(4),
         }
     }
+
+    /// What [`AttentionIo::heads`] holds, where there is such a buffer.
+    pub fn heads_bytes(&self) -> Option<u64> {
+        let Extras { alibi_slopes, sinks, .. } = self.extras;
+        let (geometry, dtypes) = (self.layout.geometry(), self.layout.dtypes());
+        let pairs = |there: bool, heads: u32| if there { u64::from(heads) } else { 0 };
+        let pairs =
+            pairs(alibi_slopes || sinks, geometry.q_heads()) + pairs(dtypes.has_head_scales(), geometry.kv_heads());
+        (pairs > 0).then_some(8 * pairs)
+    }
+
+    /// What [`AttentionIo::bias`] holds for so many pairs of a query row and a key ([`PlanCapacity::score_pairs`]), where there is
+    /// such a buffer.
+    pub fn bias_bytes(&self, score_pairs: u64) -> Option<u64> {
+        self.extras.bias.map(|bias| {
+            let elements = score_pairs.saturating_mul(bias.heads(self.layout.geometry()).into());
+            elements.saturating_mul(bias.dtype.bytes().into()).checked_next_multiple_of(4).unwrap_or(u64::MAX).max(4)
+        })
+    }
 }
 
 /// Bytes of the row tensors of one call, padding included.
@@ -557,16 +576,6 @@ impl Attention {
         let bytes = self.config.buffer_bytes(total_q);
         let limits = device.limits();
         let (plan_words, plan_bytes) = plan.buffer.words();
-        let Extras { alibi_slopes, sinks, bias, .. } = self.config.extras;
-        let (geometry, dtypes) = (self.config.layout.geometry(), self.config.layout.dtypes());
-        let pairs = |there: bool, heads: u32| if there { u64::from(heads) } else { 0 };
-        let pairs =
-            pairs(alibi_slopes || sinks, geometry.q_heads()) + pairs(dtypes.has_head_scales(), geometry.kv_heads());
-        let heads_bytes = (pairs > 0).then_some(8 * pairs);
-        let bias_bytes = bias.map(|bias| {
-            let elements = score_pairs.saturating_mul(bias.heads(geometry).into());
-            elements.saturating_mul(bias.dtype.bytes().into()).checked_next_multiple_of(4).unwrap_or(u64::MAX).max(4)
-        });
         let mut entries = vec![
             ("plan", plan_words, plan_bytes),
             ("q", io.q, bytes.q),
@@ -575,7 +584,9 @@ impl Attention {
             ("workspace", workspace.buffer.as_entire_buffer_binding(), Workspace::buffer_bytes(workspace_bytes)),
         ];
         // In the order of `Bindings`.
-        for (buffer, given, needed) in [("heads", io.heads, heads_bytes), ("bias", io.bias, bias_bytes)] {
+        let extras =
+            [("heads", io.heads, self.config.heads_bytes()), ("bias", io.bias, self.config.bias_bytes(score_pairs))];
+        for (buffer, given, needed) in extras {
             match (given, needed) {
                 (Some(given), Some(needed)) => entries.push((buffer, given, needed)),
                 (None, None) => {}

@@ -17,8 +17,8 @@
 //!
 //! The numerical contract: whatever the storage types, scores, row maxima, row sums and weighted sums are in f32; masking
 //! is structural; rows that see no key are exactly 0 with a log-sum-exp of `-inf`, or of the sink; every element is inside
-//! [`reference::bound`]; and on one adapter and driver the bits do not depend on page placement, page size, batch
-//! neighbours, or anything in memory that no sequence owns. Owned values must be finite and scores inside
+//! [`reference::bound`]; and on one adapter and driver the bits do not depend on page placement (in pools of no more segments
+//! than a dispatch binds, [`KvLayout`]), page size, batch neighbours, or anything in memory that no sequence owns. Owned values must be finite and scores inside
 //! [`SCORE_LOG2_MAX`].
 //!
 //! The README has an example of embedding, the limits, and the versions.

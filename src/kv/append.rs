@@ -403,6 +403,11 @@ impl Append {
         Ok(())
     }
 
+    /// Bytes that [`AppendSource::k`] and [`AppendSource::v`] must hold for as many new tokens as there is room for.
+    pub fn source_bytes(&self) -> [u64; 2] {
+        self.source.bytes()
+    }
+
     /// Binds the plan to one layer's buffers.
     ///
     /// # Errors
@@ -419,7 +424,7 @@ impl Append {
             &[("plan", self.buffer.device()), ("kernels", kernels.device()), ("workspace", workspace.device())],
         )?;
         self.check_kernels(kernels.config())?;
-        let [k_bytes, v_bytes] = self.source.bytes();
+        let [k_bytes, v_bytes] = self.source_bytes();
         let limits = device.limits();
         let (words, words_bytes) = self.buffer.words();
         let mut entries = vec![
