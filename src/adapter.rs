@@ -36,10 +36,7 @@ pub enum AdapterError {
     #[error("no GPU adapter was found: {INSTALL_HINT}")]
     None,
     /// `WGPU_BACKEND` is set, and its backends have no adapter that computes.
-    #[error(
-        "no GPU adapter was found with WGPU_BACKEND=\"{backends}\", which leaves out all other backends (vulkan, metal, dx12, gl): clear \
-         it, or {INSTALL_HINT}"
-    )]
+    #[error("no GPU adapter was found with WGPU_BACKEND=\"{backends}\", which allows no other backend: {INSTALL_HINT}")]
     Backends {
         /// What it is set to.
         backends: String,

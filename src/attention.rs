@@ -213,7 +213,7 @@ pub enum BindError {
         needed: u64,
     },
     /// The pool lies in another number of segments.
-    #[error("the pages were given in {found} bindings; the pool's layout has {needed} segments")]
+    #[error("the pages were given in {found} bindings; {needed} are needed, one for each segment of the pool")]
     Segments {
         /// Bindings given.
         found: usize,
@@ -234,22 +234,38 @@ pub enum BindError {
         /// The part.
         part: &'static str,
     },
-    /// The plan was made for another pool than this attention.
-    #[error("the plan was made for another pool layout")]
-    OtherLayout,
+    /// The plan was made for another pool.
+    #[error("the plan was made for a pool of {found}; {needed} is needed")]
+    OtherLayout {
+        /// The plan's pool.
+        found: Box<KvLayout>,
+        /// The pool needed.
+        needed: Box<KvLayout>,
+    },
+    /// The append kernel was built for other pages than the plan's.
+    #[error("the append kernel was built for {found}; the plan's pool is of {needed}")]
+    OtherPages {
+        /// What it was built for.
+        found: Box<KernelConfig>,
+        /// The plan's pool.
+        needed: Box<KvLayout>,
+    },
     /// The plan was made for kernels of other tile sizes than this attention's.
     #[error("the plan was made for kernels with other tile sizes")]
     OtherKernels,
     /// The plan was made for other scores: for another scale, mask, window or softcap, or a call that brings other tensors.
-    #[error("the plan was made for {found:?}; the attention has {needed:?}")]
+    #[error("the plan was made for other scores: {}", differences(.found, .needed))]
     OtherScores {
         /// The plan's.
         found: Box<(AttentionOptions, Extras)>,
-        /// The attention's.
+        /// Those needed.
         needed: Box<(AttentionOptions, Extras)>,
     },
     /// The append kernel was built for other rows than the plan's.
-    #[error("the append kernel was built for new rows of {found:?}; the plan has {needed:?}")]
+    #[error(
+        "the append kernel was built for new rows of {found}; the plan has {needed} (`AppendPlan::new` is for rows in the \
+         pages' type, `AppendPlan::converting` for others)"
+    )]
     OtherRows {
         /// What it was built for.
         found: NewRows,
@@ -540,6 +556,12 @@ impl Attention {
         Plan::new(batch, &self.setting(&self.groups(), &self.kernels.config().tiles()), prefixes, mask)
     }
 
+    /// What its plans are made for.
+    pub(crate) fn purpose(&self) -> Purpose {
+        let AttentionConfig { options, extras, .. } = self.config;
+        Purpose { groups: self.groups(), tiles: self.kernels.config().tiles(), options, extras }
+    }
+
     fn setting<'a>(&'a self, pool: &'a SegmentGroups, tiles: &'a Tiles) -> Setting<'a> {
         let AttentionConfig { options, extras, .. } = &self.config;
         Setting { pool, options, extras, tiles, workspace_max: self.workspace_max }
@@ -560,18 +582,8 @@ impl Attention {
         let parts =
             [("plan", plan.buffer.device()), ("kernels", self.kernels.device()), ("workspace", workspace.device())];
         check_devices(device, &parts)?;
-        let groups = self.groups();
-        if plan.groups.layout() != groups.layout() {
-            return Err(BindError::OtherLayout);
-        }
-        if (plan.groups, plan.tiles) != (groups, self.kernels.config().tiles()) {
-            return Err(BindError::OtherKernels);
-        }
-        let AttentionConfig { options, extras, .. } = self.config;
-        if (plan.options, plan.extras) != (options, extras) {
-            let (found, needed) = (Box::new((plan.options, plan.extras)), Box::new((options, extras)));
-            return Err(BindError::OtherScores { found, needed });
-        }
+        let purpose = self.purpose();
+        purpose.check(&plan.purpose)?;
         let PlanCapacity { total_q, score_pairs, workspace_bytes, .. } = plan.capacity;
         let bytes = self.config.buffer_bytes(total_q);
         let limits = device.limits();
@@ -598,11 +610,72 @@ impl Attention {
         check_grids(&plan.buffer, &plan.written)?;
         Ok(Call {
             kernels: self.kernels.clone(),
-            bindings: bind_groups(device, self.kernels.attention_layout(), plan.buffer.params(), &bindings, &groups),
+            bindings: bind_groups(
+                device,
+                self.kernels.attention_layout(),
+                plan.buffer.params(),
+                &bindings,
+                &purpose.groups,
+            ),
             written: plan.written.clone(),
             axis_max: limits.max_compute_workgroups_per_dimension,
         })
     }
+}
+
+/// What a plan is made for: kernels, a pool and scores.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Purpose {
+    pub groups: SegmentGroups,
+    pub tiles: Tiles,
+    pub options: AttentionOptions,
+    pub extras: Extras,
+}
+
+impl Purpose {
+    /// Checks that a plan that was made for `found` serves this.
+    pub fn check(&self, found: &Self) -> Result<(), BindError> {
+        if found.groups.layout() != self.groups.layout() {
+            let [found, needed] = [found, self].map(|purpose| Box::new(*purpose.groups.layout()));
+            return Err(BindError::OtherLayout { found, needed });
+        }
+        if (found.groups, found.tiles) != (self.groups, self.tiles) {
+            return Err(BindError::OtherKernels);
+        }
+        if (found.options, found.extras) != (self.options, self.extras) {
+            let [found, needed] = [found, self].map(|purpose| Box::new((purpose.options, purpose.extras)));
+            return Err(BindError::OtherScores { found, needed });
+        }
+        Ok(())
+    }
+}
+
+/// The fields that differ, in words.
+fn differences(found: &(AttentionOptions, Extras), needed: &(AttentionOptions, Extras)) -> String {
+    let fields = |(options, extras): &(AttentionOptions, Extras)| {
+        let AttentionOptions { scale, causal, window_left, window_right, softcap } = options;
+        let Extras { alibi_slopes, sinks, mask, bias, shared_prefixes } = extras;
+        let bias =
+            bias.map(|Bias { dtype, per_head }| if per_head { format!("{dtype} per head") } else { dtype.to_string() });
+        let none = || "none".to_owned();
+        let reach = |reach: &Option<u32>| reach.map_or_else(none, |reach| reach.to_string());
+        [
+            ("scale", scale.to_string()),
+            ("causal", causal.to_string()),
+            ("window_left", reach(window_left)),
+            ("window_right", reach(window_right)),
+            ("softcap", softcap.map_or_else(none, |cap| cap.to_string())),
+            ("alibi_slopes", alibi_slopes.to_string()),
+            ("sinks", sinks.to_string()),
+            ("mask", mask.to_string()),
+            ("bias", bias.unwrap_or_else(none)),
+            ("shared_prefixes", shared_prefixes.to_string()),
+        ]
+    };
+    let both = fields(found).into_iter().zip(fields(needed)).filter(|((_, found), (_, needed))| found != needed);
+    let words: Vec<String> =
+        both.map(|((name, found), (_, needed))| format!("{name} is {found}, {needed} is needed")).collect();
+    words.join("; ")
 }
 
 /// Checks that parts, each with its name, were made on `device`.

@@ -61,6 +61,14 @@ pub enum BatchError {
         /// Pages in the pool.
         page_count: u32,
     },
+    /// More rows are asked for than a table has tokens.
+    #[error("{found} query rows are asked for of a table with {tokens} tokens; `BlockPool::extend` comes first")]
+    RowsOfTable {
+        /// Query rows.
+        found: u32,
+        /// Tokens of the table.
+        tokens: u32,
+    },
     /// More rows or page-table entries than an indptr can count.
     #[error("`{tensor}` would end at {needed}; at most 2^32 - 1 can be counted")]
     TooMany {
@@ -227,19 +235,22 @@ impl BatchBuilder {
     /// [`crate::BlockPool::release_before`] gave back are left out, so the sequence starts at its first page.
     ///
     /// # Errors
-    /// [`BatchError::TooMany`]; nothing was added.
+    /// [`BatchError::RowsOfTable`], [`BatchError::TooMany`]; nothing was added.
     pub fn push(&mut self, table: &BlockTable, q_len: u32) -> Result<(), BatchError> {
         let next = |tensor, indptr: &[u32], more: usize| {
             let needed = u64::from(indptr.last().copied().unwrap_or(0)) + more as u64;
             u32::try_from(needed).map_err(|_| BatchError::TooMany { tensor, needed })
         };
+        if q_len > table.len() {
+            return Err(BatchError::RowsOfTable { found: q_len, tokens: table.len() });
+        }
         let q_end = next("q_indptr", &self.q_indptr, q_len as usize)?;
         let page_end = next("page_indptr", &self.page_indptr, table.pages().len())?;
         self.q_indptr.push(q_end);
         self.page_indptr.push(page_end);
         self.page_ids.extend_from_slice(table.pages());
         self.kv_len.push(table.kv_len());
-        self.positions.extend(table.len().saturating_sub(q_len)..table.len());
+        self.positions.extend(table.len() - q_len..table.len());
         Ok(())
     }
 

@@ -6,6 +6,11 @@
 //! keys and values into the pages the same way. Device, queue and buffers are the caller's; nothing is submitted or
 //! waited for, except by [`Runner`], which takes host tensors and returns host tensors.
 //!
+//! A step of a server: [`BlockPool::extend`] every table and [`BatchBuilder::push`] it; [`KvStore::copies`], if the pool asked
+//! for any; [`Append::write`] and [`DevicePlan::write`]; then in one pass [`AppendCall::encode`] and [`Call::encode`]; the
+//! [`Status`] of the [`Workspace`], which all calls share, is copied out and checked. [`Attention::capacity`] says what has to be
+//! reserved once.
+//!
 //! Prefixes that sequences share are read once where the plan is told of them ([`Attention::plan_shared`]), and
 //! [`States::merge`] joins results over different keys on the host.
 //!

@@ -27,7 +27,10 @@ const ERROR_UNWRITTEN: u32 = 8;
 pub enum StatusError {
     /// Fewer (or more) workgroups came to their end than were dispatched: a launch was dropped or cut short, or
     /// commands were recorded that were not counted.
-    #[error("{found} workgroups came to their end; {needed} were dispatched")]
+    #[error(
+        "{found} workgroups came to their end; {needed} were dispatched, as far as they were counted (of all calls, appends and \
+         copies since the workspace was made, or since the earlier status)"
+    )]
     Incomplete {
         /// Workgroups counted by the kernels.
         found: u32,

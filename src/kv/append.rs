@@ -1,5 +1,7 @@
 //! Appending new keys and values to the pages.
 
+use std::fmt;
+
 use bytemuck::{Pod, Zeroable};
 use thiserror::Error;
 
@@ -74,6 +76,17 @@ pub struct NewRows {
     pub dtype: Dtype,
     /// How keys are rotated; `None` leaves them as they are.
     pub rotary: Option<RotaryShape>,
+}
+
+impl fmt::Display for NewRows {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.rotary {
+            None => write!(f, "{}, not rotated", self.dtype),
+            Some(RotaryShape { pairing, first, dims }) => {
+                write!(f, "{}, rotated in {dims} dimensions from {first} on ({pairing:?})", self.dtype)
+            }
+        }
+    }
 }
 
 impl NewRows {
@@ -391,8 +404,12 @@ impl Append {
         encoder: &mut wgpu::CommandEncoder,
         plan: &AppendPlan,
     ) -> Result<(), WriteError> {
-        if plan.layout != self.layout || plan.rows != self.rows {
-            return Err(WriteError::Other);
+        if plan.layout != self.layout {
+            let [found, needed] = [plan.layout, self.layout].map(Box::new);
+            return Err(BindError::OtherLayout { found, needed }.into());
+        }
+        if plan.rows != self.rows {
+            return Err(BindError::OtherRows { found: self.rows, needed: plan.rows }.into());
         }
         let (found, needed) = (self.tokens.into(), plan.params.tokens.into());
         if found < needed {
@@ -458,18 +475,19 @@ impl Append {
     fn check_kernels(&self, config: &KernelConfig) -> Result<(), BindError> {
         let KernelConfig { geometry, kv, new_rows, .. } = config;
         let copies = self.rows.copied(self.layout.dtypes());
+        let other_pages = || BindError::OtherPages { found: Box::new(*config), needed: Box::new(self.layout) };
         if !config.serves(self.layout.segments()) {
-            return Err(BindError::OtherLayout);
+            return Err(other_pages());
         }
         if copies && config.append_copies() {
             return Ok(());
         }
-        if copies != config.append_copies() || self.rows != *new_rows {
+        if self.rows != *new_rows {
             return Err(BindError::OtherRows { found: *new_rows, needed: self.rows });
         }
         let dims = |geometry: &HeadGeometry| (geometry.head_dim(), geometry.v_head_dim(), geometry.is_latent());
         if *kv != self.layout.dtypes() || dims(geometry) != dims(self.layout.geometry()) {
-            return Err(BindError::OtherLayout);
+            return Err(other_pages());
         }
         Ok(())
     }

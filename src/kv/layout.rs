@@ -1,5 +1,6 @@
 //! Where each key and value row lies: one addressing function with strides.
 
+use std::fmt;
 use std::num::NonZeroU32;
 
 use bytemuck::{Pod, Zeroable};
@@ -29,7 +30,9 @@ pub enum LayoutError {
         limit: u64,
     },
     /// The pool, or a segment of it, does not fit into one binding of the device; or not even a page does.
-    #[error("the pages need a binding of {needed} bytes; the device allows {found}")]
+    #[error(
+        "the pages need a binding of {needed} bytes; the device allows {found} (`KvLayout::within` makes segments that fit)"
+    )]
     Binding {
         /// Bytes of the pool, of a segment or of a page.
         needed: u64,
@@ -110,6 +113,21 @@ pub struct KvLayout {
     k_scales: RowLayout,
     v_scales: RowLayout,
     bytes: u64,
+}
+
+impl fmt::Display for KvLayout {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { geometry, dtypes, order, page_size, page_count, .. } = self;
+        let [heads, d, v] = [geometry.kv_heads(), geometry.head_dim(), geometry.v_head_dim()];
+        write!(f, "{page_count} pages of {} in {} segments, {heads} KV heads, ", page_size.get(), self.segments())?;
+        if geometry.is_latent() {
+            write!(f, "keys of {d} with values of {v} in them, ")?;
+        } else {
+            write!(f, "keys of {d}, values of {v}, ")?;
+        }
+        write!(f, "{dtypes}")?;
+        if *order == RowOrder::SlotHead { write!(f, ", by slot") } else { Ok(()) }
+    }
 }
 
 impl KvLayout {

@@ -6,8 +6,9 @@ use crate::geometry::PageSize;
 
 /// The pages of one sequence, in order of position.
 ///
-/// Only a [`crate::BlockPool`] makes, changes and takes back tables. There is no way to copy one, so nothing can be
-/// released twice:
+/// Only a [`crate::BlockPool`] makes, changes and takes back tables. Dropping a table does not give its pages back:
+/// [`crate::BlockPool::release`] does, on the way of an error too. There is no way to copy a table, so nothing can be released
+/// twice:
 ///
 /// ```compile_fail,E0382
 /// # use paged_attention::{BlockPool, BlockTable};

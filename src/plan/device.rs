@@ -7,11 +7,9 @@ use thiserror::Error;
 
 use super::Plan;
 use super::slices::Dispatch;
-use crate::attention::{Attention, Extras};
+use crate::attention::{Attention, BindError, Purpose};
 use crate::buffers::{self, OutOfMemory};
-use crate::case::AttentionOptions;
-use crate::kernels::{Tiles, fold_grid};
-use crate::kv::SegmentGroups;
+use crate::kernels::fold_grid;
 
 /// Bytes from one block of parameters to the next: the largest offset alignment that a device may ask for.
 pub(crate) const PARAMS_BYTES: u64 = 256;
@@ -33,7 +31,7 @@ pub struct UploadError {
 }
 
 /// A plan that cannot take the place of another on the device. Nothing was recorded, and the other one stays.
-#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[derive(Clone, Debug, PartialEq, Error)]
 #[non_exhaustive]
 pub enum WriteError {
     /// The plan is too large.
@@ -46,9 +44,9 @@ pub enum WriteError {
         /// How many the plan has.
         needed: u64,
     },
-    /// The plan was made for another pool, other kernels, other options, or a call that brings other tensors.
-    #[error("the plan was made for another pool layout, or other tile sizes, rows, options or extras")]
-    Other,
+    /// The plan was made for something else: what that is.
+    #[error(transparent)]
+    Other(#[from] BindError),
     /// More workgroups are needed than the device can dispatch at once. [`Plan::cut`] makes several dispatches of them.
     #[error("kernel `{kernel}` needs {needed} workgroups; the device allows {axis_max} on each of three axes")]
     TooManyWorkgroups {
@@ -141,10 +139,7 @@ impl PlanCapacity {
 #[derive(Clone, Debug)]
 pub struct DevicePlan {
     pub(crate) buffer: PlanBuffer,
-    pub(crate) groups: SegmentGroups,
-    pub(crate) tiles: Tiles,
-    pub(crate) options: AttentionOptions,
-    pub(crate) extras: Extras,
+    pub(crate) purpose: Purpose,
     pub(crate) capacity: PlanCapacity,
     pub(crate) written: Written,
 }
@@ -174,8 +169,7 @@ impl DevicePlan {
         let (blocks, words) = (plan.blocks(), bytemuck::cast_slice(&plan.words));
         let buffer = PlanBuffer::filled(device, "attention plan", &blocks, words)?;
         let written = Written::new(plan.dispatches());
-        let Plan { groups, tiles, options, extras, .. } = *plan;
-        Ok(Self { buffer, groups, tiles, options, extras, capacity: plan.capacity(), written })
+        Ok(Self { buffer, purpose: plan.purpose(), capacity: plan.capacity(), written })
     }
 
     /// Creates the buffer for plans of `attention` that need no more than `capacity`. It is never made larger: where a
@@ -191,16 +185,7 @@ impl DevicePlan {
         capacity: &PlanCapacity,
     ) -> Result<Self, UploadError> {
         let buffer = PlanBuffer::new(device, "attention plan", capacity.blocks, capacity.words)?;
-        let config = attention.config();
-        Ok(Self {
-            buffer,
-            groups: attention.groups(),
-            tiles: attention.kernels().config().tiles(),
-            options: config.options,
-            extras: config.extras,
-            capacity: *capacity,
-            written: Written::default(),
-        })
+        Ok(Self { buffer, purpose: attention.purpose(), capacity: *capacity, written: Written::default() })
     }
 
     /// Records that `plan` takes the place of the one before, in the order of `encoder`: what was recorded into it until
@@ -210,6 +195,9 @@ impl DevicePlan {
     /// recorded. Calls that were recorded all the same compute nothing, and say so ([`crate::StatusError::Unwritten`]);
     /// so do those recorded before and submitted after. (Eight lost writes in a row, or a multiple of it, pass unnoticed.)
     ///
+    /// `belt.finish()` comes before the submit, `belt.recall()` after it. A belt whose chunks hold what a step writes, about
+    /// 4 bytes for each of [`PlanCapacity::words`] and what its appends and rows take, makes no more of them.
+    ///
     /// # Errors
     /// [`WriteError`]; nothing was recorded.
     pub fn write(
@@ -218,10 +206,7 @@ impl DevicePlan {
         encoder: &mut wgpu::CommandEncoder,
         plan: &Plan,
     ) -> Result<(), WriteError> {
-        if (plan.groups, plan.tiles, plan.options, plan.extras) != (self.groups, self.tiles, self.options, self.extras)
-        {
-            return Err(WriteError::Other);
-        }
+        self.purpose.check(&plan.purpose())?;
         self.capacity.check(&plan.capacity())?;
         let words = bytemuck::cast_slice(&plan.words);
         *self.written.dispatches() = self.buffer.write(belt, encoder, &plan.blocks(), words, plan.dispatches())?;
@@ -301,7 +286,9 @@ impl PlanBuffer {
         let limits = device.limits();
         let allowed = limits.max_storage_buffer_binding_size.min(limits.max_buffer_size);
         if bytes > allowed {
-            return Err(UploadError { bytes, message: format!("the device allows {allowed}") });
+            let hint =
+                if turns > 1 { "; where room was asked for: does `StepMax` state all that is known?" } else { "" };
+            return Err(UploadError { bytes, message: format!("the device allows {allowed}{hint}") });
         }
         let usage = wgpu::BufferUsages::UNIFORM | wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_DST;
         let descriptor = wgpu::BufferDescriptor { label: Some(label), size: bytes, usage, mapped_at_creation };

@@ -26,7 +26,7 @@ pub(crate) use self::slices::Dispatch;
 pub use self::slices::Slice;
 use self::slices::Span;
 use self::work::{Item, Step, WorkLists};
-use crate::attention::Extras;
+use crate::attention::{Extras, Purpose};
 use crate::batch::{Batch, BatchError};
 use crate::case::AttentionOptions;
 use crate::chains::Chains;
@@ -336,6 +336,12 @@ impl Plan {
             (KernelId::Decode, self.params.decode_groups),
             (KernelId::Merge, self.params.merge_groups),
         ]
+    }
+
+    /// What it was made for.
+    pub(crate) fn purpose(&self) -> Purpose {
+        let Self { groups, tiles, options, extras, .. } = *self;
+        Purpose { groups, tiles, options, extras }
     }
 
     /// Bytes of the step's device buffer.

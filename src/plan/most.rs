@@ -11,8 +11,9 @@ use super::{ITEM_WORDS, PlanCapacity, RECORD_WORDS, Setting, state_bytes};
 use crate::kernels::{DECODE_ROWS_MAX, SHARED_ROWS_SPLIT_MAX, SPLIT_KEYS};
 
 /// The largest step that an application takes, by what it knows of it: all steps within these numbers have room in
-/// [`crate::Attention::capacity`], whatever their masks and pages. What is not stated has no limit of its own, but prefixes:
-/// without a number there are none.
+/// [`Attention::capacity`](crate::Attention::capacity), whatever their masks and pages. What is not stated has no limit of its own, but prefixes:
+/// without a number there are none. Room that a device can have needs all three: `sequences`, `q_len` or `total_q`, and
+/// `kv_len` or `total_kv`.
 ///
 /// ```
 /// # use paged_attention::StepMax;
@@ -41,7 +42,7 @@ pub struct StepMax {
     /// Tokens of all sequences, counted as in `kv_len`. Where no page is in two tables and none was given back, this is
     /// what the pool holds; a page that several have counts for each.
     pub total_kv: u64,
-    /// Shared prefixes that a plan names ([`crate::Attention::plan_shared`]). [`crate::Batch::shared_prefixes`] finds fewer than
+    /// Shared prefixes that a plan names ([`Attention::plan_shared`](crate::Attention::plan_shared)). [`crate::Batch::shared_prefixes`] finds fewer than
     /// there are sequences.
     pub prefixes: u32,
     /// Shared prefixes around one sequence: 1 unless they nest. [`crate::Batch::shared_prefixes`] nests no deeper than

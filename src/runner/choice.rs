@@ -79,7 +79,22 @@ impl Runner {
     /// Chooses among the variants for `config` (whose own are not looked at): the first that is preferred, by the rule
     /// ([`Variants::candidates`]) or as [`Runner::prefer`] says, and that computes a small case right, by the float64
     /// reference and the error bound. Where other variants than the rule's fail, the rule's come next. Compiles and
-    /// runs what it tries, once per configuration. Blocks.
+    /// runs what it tries, once per configuration, on the runner's own device. Blocks.
+    ///
+    /// An application with a device of its own builds what was chosen there:
+    ///
+    /// ```no_run
+    /// # use paged_attention::kernels::{AdapterFacts, Variants};
+    /// # use paged_attention::{Attention, AttentionConfig, Runner, wgpu};
+    /// # async fn tested(
+    /// #     adapter: &wgpu::Adapter, device: &wgpu::Device, config: &AttentionConfig,
+    /// # ) -> Result<Attention, Box<dyn std::error::Error>> {
+    /// let any = Variants::base(&AdapterFacts::new(&adapter.get_info(), device), config.layout.geometry());
+    /// let choice = Runner::new(adapter)?.choose(&config.kernels(any))?;
+    /// let attention = Attention::with_variants(device, config, choice.variants).await?;
+    /// # Ok(attention)
+    /// # }
+    /// ```
     ///
     /// # Errors
     /// Of the last candidate, which needs no device feature.

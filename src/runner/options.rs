@@ -31,11 +31,11 @@ pub struct RunOptions {
     pub segment_pages: Option<NonZeroU32>,
     /// Prefixes that sequences of a paged case share, each to be read once ([`SharedPrefix`]); none are looked for.
     pub shared_prefixes: Vec<SharedPrefix>,
-    /// Variants of the kernels to use, untested; `None` leaves the choice to [`super::Runner::choose`], or takes those without
+    /// Variants of the kernels to use, untested; `None` leaves the choice to [`Runner::choose`](super::Runner::choose), or takes those without
     /// subgroups where there is no query row.
     pub variants: Option<Variants>,
     /// Multiply-adds of a submit at most ([`crate::Plan::cut`]); `None` goes by what the runner has measured
-    /// ([`super::Runner::bound_submits`]). It changes no bit.
+    /// ([`Runner::bound_submits`](super::Runner::bound_submits)). It changes no bit.
     pub submit_work_max: Option<u64>,
     /// Bytes of partial states at a time at most ([`crate::Attention::with_workspace_max`]); `None` is what the device can bind. It
     /// changes no bit.
@@ -88,7 +88,7 @@ impl RunOptions {
     }
 
     /// Refuses what no device could run, without one: values outside the output type, page ids that do not fit the case,
-    /// and pools or sequences past 32 bits. [`super::Runner::run`] checks it again.
+    /// and pools or sequences past 32 bits. [`Runner::run`](super::Runner::run) checks it again.
     ///
     /// # Errors
     /// [`RunError::Case`], [`RunError::PageIds`], [`RunError::Layout`] or [`RunError::Plan`].

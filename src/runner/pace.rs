@@ -5,7 +5,7 @@ use std::time::Duration;
 use crate::kernels::KernelId;
 use crate::plan::Plan;
 
-/// Time that a submit of a [`super::Runner`] takes at most, by what was measured before.
+/// Time that a submit of a [`Runner`](super::Runner) takes at most, by what was measured before.
 pub const SUBMIT_TIME: Duration = Duration::from_millis(250);
 
 /// Multiply-adds per second before anything was measured: less than software drivers on two cores do.

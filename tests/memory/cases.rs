@@ -1,7 +1,7 @@
 //! Cases 20 to 25 of the project's list, and rollback and swapping, in the way of `faults.rs`. (Case 26 is `events.rs` and
 //! `exhaustive.rs`.)
 
-use paged_attention::{BatchBuilder, BlockPool, PageSize, PoolConfig, PoolError};
+use paged_attention::{BatchBuilder, BatchError, BlockPool, PageSize, PoolConfig, PoolError};
 
 use crate::faults::{config, run, shows};
 use crate::history::{History, Name};
@@ -272,6 +272,10 @@ fn positions_count_pages_that_were_given_back() {
     }
     assert_eq!(step.batch().kv_len, [10, 3]);
     assert_eq!(step.positions(), [40, 41, 0, 1, 2]);
+    // Rows of tokens that are not there, and nothing is added.
+    let empty = pool.new_table().unwrap();
+    assert_eq!(step.push(&empty, 1), Err(BatchError::RowsOfTable { found: 1, tokens: 0 }));
+    assert_eq!((step.batch().kv_len.len(), step.positions().len()), (2, 5));
     step.clear();
     assert!(step.positions().is_empty());
 }

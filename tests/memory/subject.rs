@@ -151,7 +151,7 @@ impl Subject for Real {
         // A sequence alone shares all with itself.
         for id in ids.iter().chain(&ids[..1]) {
             match &self.seqs[id] {
-                Held::Table(table) => step.push(table, 1).unwrap(),
+                Held::Table(table) => step.push(table, 0).unwrap(),
                 Held::Swapped(_) => panic!("sequence {id} is swapped out"),
             }
         }

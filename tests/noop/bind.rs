@@ -229,7 +229,9 @@ fn a_plan_for_another_pool() {
         let config = AttentionConfig { layout, ..*app.attention.config() };
         let other = Attention::with_kernels(app.attention.kernels().clone(), &config).unwrap();
         let error = other.bind(&app.device, &app.device_plan, app.io(), &app.workspace).map(|_| ());
-        assert_eq!(error, Err(BindError::OtherLayout));
+        let [found, needed] = [app.attention.config().layout, layout].map(Box::new);
+        assert_ne!(found.to_string(), needed.to_string());
+        assert_eq!(error, Err(BindError::OtherLayout { found, needed }));
     }
 }
 

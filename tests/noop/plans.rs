@@ -266,7 +266,14 @@ fn plans_that_cannot_be_written() {
     let kernels = app.attention.kernels().clone();
     let other = Attention::with_kernels(kernels, &AttentionConfig { layout, ..config }).unwrap();
     let foreign = other.plan(&empty).unwrap();
-    assert_eq!(device_plan.write(&mut belt, &mut encoder, &foreign), Err(WriteError::Other));
+    let [found, needed] = [layout, config.layout].map(Box::new);
+    let error = Err(WriteError::Other(BindError::OtherLayout { found, needed }));
+    assert_eq!(device_plan.write(&mut belt, &mut encoder, &foreign), error);
+    // Other scores: the message has what differs, and no more.
+    let config = AttentionConfig { options: config.options.with_causal(false), ..config };
+    let other = Attention::with_kernels(app.attention.kernels().clone(), &config).unwrap();
+    let error = device_plan.write(&mut belt, &mut encoder, &other.plan(&empty).unwrap()).unwrap_err();
+    assert_eq!(error.to_string(), "the plan was made for other scores: causal is false, true is needed");
     let small = App::new(wgpu::Limits { max_compute_workgroups_per_dimension: 1, ..wgpu::Limits::default() });
     let mut cut = small.plan.clone();
     cut.cut(|_| 1);

@@ -27,7 +27,10 @@ fn pools_in_segments() {
         attention.bind(&app.device, plan, io, &app.workspace).map(|_| ())
     };
     let whole = app.buffers[1].as_entire_buffer_binding();
-    assert_eq!(bind(&app.device_plan, vec![whole.clone()]), Err(BindError::OtherLayout));
+    assert_eq!(
+        bind(&app.device_plan, vec![whole.clone()]),
+        Err(BindError::OtherLayout { found: Box::new(config.layout), needed: Box::new(segmented.layout) })
+    );
     let plan = with_mixed_batch(|batch| attention.plan(batch)).unwrap();
     let plan = DevicePlan::upload(&app.device, &plan).unwrap();
     for given in [0, 1, 2, 4] {
@@ -55,7 +58,8 @@ fn pools_in_segments() {
         append.bind(&app.device, kernels, source, &app.workspace).map(|_| ())
     };
     assert_eq!(bind(attention.kernels(), segments()), Ok(()));
-    assert_eq!(bind(app.attention.kernels(), segments()), Err(BindError::OtherLayout));
+    let (found, needed) = (Box::new(*app.attention.kernels().config()), Box::new(segmented.layout));
+    assert_eq!(bind(app.attention.kernels(), segments()), Err(BindError::OtherPages { found, needed }));
     let error = Err(BindError::Segments { found: 1, needed: 3 });
     assert_eq!(bind(attention.kernels(), vec![whole]), error);
     let twice = vec![segments()[0].clone(), segments()[0].clone(), segments()[2].clone()];

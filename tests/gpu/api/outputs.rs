@@ -118,7 +118,7 @@ fn a_refused_call_has_no_effect() {
                 BindError::TooSmall { buffer: "lse", found: 32, .. },
                 BindError::TooSmall { buffer: "workspace", found: 272, .. },
                 BindError::Unaligned { buffer: "out", .. },
-                BindError::OtherLayout,
+                BindError::OtherLayout { .. },
             ]
         ),
         "{refused:?}"
