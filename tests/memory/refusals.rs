@@ -206,9 +206,9 @@ fn tables_make_a_batch() {
     step.push(&first, 1).unwrap();
     assert_eq!((step.batch().kv_len, step.batch().page_ids), (&[3][..], first.pages()));
     let mut full = BatchBuilder::default();
-    full.push(&first, u32::MAX).unwrap();
-    let error = full.push(&first, 1).unwrap_err();
-    assert_eq!(error, BatchError::TooMany { tensor: "q_indptr", needed: 1 << 32 });
+    full.push(&first, first.len()).unwrap();
+    let error = full.push(&first, u32::MAX).unwrap_err();
+    assert_eq!(error, BatchError::RowsOfTable { found: u32::MAX, tokens: first.len() });
     assert_eq!(full.batch().seqs(), 1);
 }
 
