@@ -6,7 +6,7 @@ use crate::attention::{AttentionConfig, Workspace};
 use crate::geometry::PageSize;
 use crate::kernels::{Tiles, Variants};
 use crate::kv::{SegmentGroups, SourceVectors, append_buffer_bytes};
-use crate::plan::{Need, Setting, StepMax, check_lengths, check_rows, count, workspace_bytes, written_buffer_bytes};
+use crate::plan::{Need, Setting, StepMax, check_lengths, check_rows, count, plan_buffer_bytes, workspace_bytes};
 
 /// Different lengths that a [`MemoryModel`] goes through at most.
 pub const DISTINCT_LENGTHS_MAX: u64 = 1 << 24;
@@ -239,7 +239,7 @@ impl MemoryModel {
         Ok(Parts {
             activations: activations.ok_or(BudgetError::Overflow { what })?,
             workspace: Workspace::buffer_bytes(workspace_bytes(states, &self.tiles)?),
-            metadata: written_buffer_bytes(1, words.into()) + append_buffer_bytes(&attention.new_rows, rows),
+            metadata: plan_buffer_bytes(1, words.into()) + append_buffer_bytes(&attention.new_rows, rows),
             ..parts
         })
     }

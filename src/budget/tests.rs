@@ -226,8 +226,7 @@ fn planned(config: &MemoryConfig, seqs: &[(u32, u32)]) -> Parts {
         activations: rows.q + rows.out + rows.lse + new + config.activation_row_bytes * u64::from(batch.total_q()),
         workspace: Workspace::buffer_bytes(plan.workspace_bytes()),
         kv: layout.bytes() * u64::from(config.layers),
-        // Eight places for the parameters of each.
-        metadata: plan.device_bytes() + append.device_bytes() + 2 * 7 * 256,
+        metadata: plan.device_bytes() + append.device_bytes(),
         ..Parts::default()
     }
 }

@@ -15,10 +15,7 @@ use crate::attention::{
 use crate::batch::{Batch, BatchError, NO_PAGE};
 use crate::geometry::{Dtype, HeadGeometry};
 use crate::kernels::{KernelConfig, KernelId, Kernels, LANES, append_row_lanes, fold_grid};
-use crate::plan::{
-    Dispatch, PARAMS_BYTES, PlanBuffer, UploadError, WriteError, Written, blocks_of, plan_buffer_bytes,
-    written_buffer_bytes,
-};
+use crate::plan::{Dispatch, PARAMS_BYTES, PlanBuffer, UploadError, WriteError, Written, blocks_of, plan_buffer_bytes};
 
 /// Rows that cannot be appended. Nothing was written.
 #[derive(Clone, Debug, PartialEq, Error)]
@@ -275,7 +272,7 @@ impl AppendPlan {
 
 /// Bytes of the device buffer for appends of up to `tokens` tokens to a pool in one segment ([`Append::with_capacity`]).
 pub(crate) fn append_buffer_bytes(rows: &NewRows, tokens: u32) -> u64 {
-    written_buffer_bytes(1, append_words(rows, tokens))
+    plan_buffer_bytes(1, append_words(rows, tokens))
 }
 
 /// Words of its plan: one for the slot of each token, and two for every pair of elements that is rotated.
@@ -551,7 +548,7 @@ mod tests {
                 })
             });
             assert_eq!(plan.words, slots.into_iter().chain(turns).collect::<Vec<u32>>());
-            assert_eq!((plan.params.turns, plan.device_bytes()), (3, PARAMS_BYTES + 15 * 4));
+            assert_eq!((plan.params.turns, plan.device_bytes()), (3, 8 * PARAMS_BYTES + 15 * 4));
             assert_eq!(plan.new_rows(), &NewRows { dtype: Dtype::F32, rotary: Some(rotary.shape()) });
         }
         let few = Rotation { rotary: &rotary, positions: Some(&[1, 2]) };

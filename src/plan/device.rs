@@ -90,7 +90,8 @@ pub struct PlanCapacity {
 }
 
 impl PlanCapacity {
-    /// Room for one batch with the sequences of both.
+    /// Room for one batch with the sequences of both, as long as their partial states fit into one workspace. Where they do not,
+    /// the batch is done in rounds, each with blocks of its own: [`Attention::capacity`] counts these.
     #[must_use]
     pub fn and(self, other: Self) -> Self {
         Self {
@@ -224,22 +225,20 @@ impl DevicePlan {
 pub(crate) struct PlanBuffer {
     device: wgpu::Device,
     buffer: wgpu::Buffer,
-    /// Blocks of one place, and places.
+    /// Blocks of one place, of which there are [`TURNS`].
     blocks: u32,
-    turns: u32,
     /// Which write was the last.
     turn: Arc<AtomicU32>,
     axis_max: u32,
 }
 
-/// Bytes of such a buffer for plans that are written one after the other.
-pub(crate) fn written_buffer_bytes(blocks: u32, words: u64) -> u64 {
-    plan_buffer_bytes(blocks.max(1).saturating_mul(TURNS), words)
+/// Bytes of such a buffer: an empty binding is not allowed.
+pub(crate) fn plan_buffer_bytes(blocks: u32, words: u64) -> u64 {
+    words_begin(blocks).saturating_add(words.max(1).saturating_mul(4))
 }
 
-/// Bytes of such a buffer for one plan: an empty binding is not allowed.
-pub(crate) fn plan_buffer_bytes(blocks: u32, words: u64) -> u64 {
-    (PARAMS_BYTES * u64::from(blocks.max(1))).saturating_add(words.max(1).saturating_mul(4))
+fn words_begin(blocks: u32) -> u64 {
+    PARAMS_BYTES * u64::from(TURNS) * u64::from(blocks.max(1))
 }
 
 /// Parameters, one after the other at the distance that a dynamic offset may have.
@@ -255,14 +254,17 @@ pub(crate) fn blocks_of<T: bytemuck::Pod>(params: impl IntoIterator<Item = T>) -
 impl PlanBuffer {
     /// With room for so much, and zeros: to be written.
     pub fn new(device: &wgpu::Device, label: &str, blocks: u32, words: u64) -> Result<Self, UploadError> {
-        Self::create(device, label, (blocks, TURNS), words, false)
+        Self::create(device, label, blocks, words, false).map_err(|UploadError { bytes, message }| UploadError {
+            bytes,
+            message: format!("{message}; does what was asked for (`StepMax`) state all that is known?"),
+        })
     }
 
     /// With these blocks and words, written as it is made. The last block may be cut.
     pub fn filled(device: &wgpu::Device, label: &str, blocks: &[u8], words: &[u8]) -> Result<Self, UploadError> {
         let count = blocks.len().div_ceil(PARAMS_BYTES as usize) as u32;
-        let made = Self::create(device, label, (count, 1), words.len() as u64 / 4, true)?;
-        for (offset, part) in [(0, blocks), (made.words_begin(), words)] {
+        let made = Self::create(device, label, count, words.len() as u64 / 4, true)?;
+        for (offset, part) in [(0, blocks), (words_begin(made.blocks), words)] {
             if !part.is_empty() {
                 let mapped = made.buffer.slice(offset..offset + part.len() as u64).get_mapped_range_mut();
                 let failed =
@@ -277,25 +279,22 @@ impl PlanBuffer {
     fn create(
         device: &wgpu::Device,
         label: &str,
-        (blocks, turns): (u32, u32),
+        blocks: u32,
         words: u64,
         mapped_at_creation: bool,
     ) -> Result<Self, UploadError> {
-        let blocks = blocks.max(1);
-        let bytes = plan_buffer_bytes(blocks.saturating_mul(turns), words);
+        let bytes = plan_buffer_bytes(blocks, words);
         let limits = device.limits();
         let allowed = limits.max_storage_buffer_binding_size.min(limits.max_buffer_size);
         if bytes > allowed {
-            let hint =
-                if turns > 1 { "; where room was asked for: does `StepMax` state all that is known?" } else { "" };
-            return Err(UploadError { bytes, message: format!("the device allows {allowed}{hint}") });
+            return Err(UploadError { bytes, message: format!("the device allows {allowed}") });
         }
         let usage = wgpu::BufferUsages::UNIFORM | wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_DST;
         let descriptor = wgpu::BufferDescriptor { label: Some(label), size: bytes, usage, mapped_at_creation };
         let buffer = buffers::create(device, &descriptor)
             .map_err(|OutOfMemory { bytes, message, .. }| UploadError { bytes, message })?;
         let axis_max = limits.max_compute_workgroups_per_dimension;
-        Ok(Self { device: device.clone(), buffer, blocks, turns, turn: Arc::default(), axis_max })
+        Ok(Self { device: device.clone(), buffer, blocks: blocks.max(1), turn: Arc::default(), axis_max })
     }
 
     /// Records that it gets these blocks and words, for which it must have room, if `dispatches` can be made; these come
@@ -320,16 +319,16 @@ impl PlanBuffer {
         mapped.slice(..blocks.len()).copy_from_slice(blocks);
         mapped.slice(blocks.len()..).copy_from_slice(words);
         drop(mapped);
-        let turn = (self.turn.fetch_add(1, Ordering::Relaxed) + 1) % self.turns;
+        let turn = (self.turn.fetch_add(1, Ordering::Relaxed) + 1) % TURNS;
         let place = PARAMS_BYTES * u64::from(self.blocks);
         let (begin, end) = (place * u64::from(turn), place * u64::from(turn + 1));
-        for others in [0..begin, end..self.words_begin()] {
+        for others in [0..begin, end..words_begin(self.blocks)] {
             if !others.is_empty() {
                 encoder.clear_buffer(&self.buffer, others.start, Some(others.end - others.start));
             }
         }
         let words_from = staged.offset() + blocks.len() as u64;
-        for (from, to, part) in [(staged.offset(), begin, blocks), (words_from, self.words_begin(), words)] {
+        for (from, to, part) in [(staged.offset(), begin, blocks), (words_from, words_begin(self.blocks), words)] {
             if !part.is_empty() {
                 encoder.copy_buffer_to_buffer(staged.buffer(), from, &self.buffer, to, part.len() as u64);
             }
@@ -345,10 +344,6 @@ impl PlanBuffer {
         fold_grid(groups, self.axis_max).map(|_| ()).ok_or(self.axis_max)
     }
 
-    fn words_begin(&self) -> u64 {
-        PARAMS_BYTES * u64::from(self.blocks) * u64::from(self.turns)
-    }
-
     pub fn device(&self) -> &wgpu::Device {
         &self.device
     }
@@ -360,7 +355,7 @@ impl PlanBuffer {
 
     /// All words, and their bytes.
     pub fn words(&self) -> (wgpu::BufferBinding<'_>, u64) {
-        let offset = self.words_begin();
+        let offset = words_begin(self.blocks);
         (wgpu::BufferBinding { buffer: &self.buffer, offset, size: None }, self.buffer.size().saturating_sub(offset))
     }
 }

@@ -16,7 +16,7 @@ use bytemuck::{Pod, Zeroable};
 use thiserror::Error;
 
 pub use self::device::{DevicePlan, PlanCapacity, UploadError, WriteError};
-pub(crate) use self::device::{PARAMS_BYTES, PlanBuffer, Written, blocks_of, plan_buffer_bytes, written_buffer_bytes};
+pub(crate) use self::device::{PARAMS_BYTES, PlanBuffer, Written, blocks_of, plan_buffer_bytes};
 use self::mask::{Mask, Run};
 pub(crate) use self::most::Need;
 pub use self::most::StepMax;

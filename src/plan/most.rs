@@ -187,7 +187,7 @@ impl StepMax {
             |by: u64| by.saturating_mul(work.states) / (setting.workspace_max / state_bytes(setting.tiles)).max(1);
         let (mut rounds, mut cuts) = (1, 0);
         if filled(1) > 0 {
-            rounds += filled(2);
+            rounds = filled(2).saturating_add(1);
             cuts = if largest.states.saturating_mul(state_bytes(setting.tiles)) > setting.workspace_max {
                 filled(3)
             } else {

@@ -339,7 +339,7 @@ fn check(batch: &Owned) -> HashMap<u32, Vec<Range<u32>>> {
         }
     }
     assert_eq!(groups.len(), prefill.len() + decode.len() + merge.len());
-    assert_eq!(plan.device_bytes(), PARAMS_BYTES * (1 + own_blocks) + 4 * (plan.words.len().max(1) as u64));
+    assert_eq!(plan.device_bytes(), 8 * PARAMS_BYTES * (1 + own_blocks) + 4 * (plan.words.len().max(1) as u64));
     for slice in plan.slices().iter().filter(|slice| slice.kernel == KernelId::Prefill) {
         let of_slice =
             &prefill[(slice.workgroups.start / kv_heads) as usize..(slice.workgroups.end / kv_heads) as usize];

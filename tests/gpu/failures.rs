@@ -254,17 +254,20 @@ struct Written<'a> {
 }
 
 impl<'a> Written<'a> {
-    fn new(host: &'a Host, attention: &'a Attention, batch: Batch<'a>) -> Self {
+    /// With room for the plans of a step, or with these plans in it already.
+    fn new(host: &'a Host, attention: &'a Attention, batch: Batch<'a>, uploaded: bool) -> Self {
         let (config, device) = (attention.config(), &host.device);
-        let capacity = attention.plan(&batch).unwrap().capacity();
-        Self {
-            host,
-            attention,
-            batch,
-            plan: DevicePlan::with_capacity(device, attention, &capacity).unwrap(),
-            append: Append::with_capacity(device, &config.layout, &config.new_rows, batch.total_q()).unwrap(),
-            belt: wgpu::util::StagingBelt::new(device.clone(), 1 << 16),
-        }
+        let plan = attention.plan(&batch).unwrap();
+        let append = AppendPlan::new(&config.layout, &batch).unwrap();
+        let (plan, append) = if uploaded {
+            (DevicePlan::upload(device, &plan).unwrap(), Append::upload(device, &append).unwrap())
+        } else {
+            (
+                DevicePlan::with_capacity(device, attention, &plan.capacity()).unwrap(),
+                Append::with_capacity(device, &config.layout, &config.new_rows, batch.total_q()).unwrap(),
+            )
+        };
+        Self { host, attention, batch, plan, append, belt: wgpu::util::StagingBelt::new(device.clone(), 1 << 16) }
     }
 
     /// Writes the plans of a step; the commands are submitted, or given up.
@@ -319,10 +322,12 @@ fn a_plan_that_was_not_written() {
     let (case, expected) = gpu.run_spec(&spec()).unwrap();
     let attention = host.attention(&Layer::new(host, &case, Dtype::F32).config);
     let unwritten = Err(StatusError::Unwritten { bits: 8 });
-    for appends in [false, true] {
+    for (appends, uploaded) in [(false, false), (false, true), (true, false), (true, true)] {
         for lost in [1, 2, 7] {
-            let mut written = Written::new(host, &attention, batch(&case));
-            written.write(true);
+            let mut written = Written::new(host, &attention, batch(&case), uploaded);
+            if !uploaded {
+                written.write(true);
+            }
             let layers = [0; 3].map(|_| Layer::new(host, &case, Dtype::F32));
             written.call(&layers[0], appends, |_| ()).unwrap();
             (0..lost).for_each(|_| written.write(false));
@@ -351,7 +356,7 @@ fn a_plan_that_was_not_written() {
     let kernels = pollster::block_on(Kernels::with_edits(&host.device, attention.kernels().config(), &edits)).unwrap();
     let attention = Attention::with_kernels(kernels, attention.config()).unwrap();
     for appends in [false, true] {
-        let mut written = Written::new(host, &attention, batch(&case));
+        let mut written = Written::new(host, &attention, batch(&case), false);
         let layer = Layer::new(host, &case, Dtype::F32);
         written.write(true);
         written.write(false);

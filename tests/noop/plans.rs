@@ -80,7 +80,8 @@ fn prefill_memory_grows_linearly() {
         // Less what a plan always has, doubling the tokens doubles the bytes.
         let fixed = 2 * bytes[0] - bytes[1];
         bytes.iter_mut().for_each(|bytes| *bytes -= fixed);
-        assert!(fixed < 400 && bytes.windows(2).all(|pair| pair[1] == 2 * pair[0]), "{fixed} + {bytes:?}");
+        // Eight places for 256 bytes of parameters, and a record.
+        assert!(fixed < 8 * 256 + 100 && bytes.windows(2).all(|pair| pair[1] == 2 * pair[0]), "{fixed} + {bytes:?}");
     }
 }
 

@@ -48,12 +48,16 @@ impl Owned {
         let setting = |workspace_max| Setting { pool, options, extras, tiles, workspace_max };
         self.with_batch(|batch| {
             let mask = extras.mask.then(|| stretches(batch));
-            // In rounds, where the batch can be done in so small ones.
-            let limits = [self.states_max.saturating_mul(state_bytes(tiles)), u64::MAX].map(setting);
-            let plans =
-                limits.iter().map(|setting| (setting, Plan::new(batch, setting, &self.prefixes, mask.as_deref())));
-            let (setting, plan) = plans.into_iter().find_map(|(setting, plan)| Some((setting, plan.ok()?))).unwrap();
-            [plan.capacity(), max.capacity(setting)]
+            // In rounds as small as the batch can be done in, from the limit on.
+            let mut limit = self.states_max.saturating_mul(state_bytes(tiles));
+            loop {
+                let setting = setting(limit);
+                match Plan::new(batch, &setting, &self.prefixes, mask.as_deref()) {
+                    Ok(plan) => return [plan.capacity(), max.capacity(&setting)],
+                    Err(PlanError::Workspace { needed, limit: found, .. }) if needed > found => limit = needed,
+                    Err(error) => panic!("{error}"),
+                }
+            }
         })
     }
 }
@@ -205,6 +209,29 @@ fn the_maxima_are_near_what_steps_need() {
         let ratios: Vec<_> = ratios.collect();
         for (what, ratio) in ratios {
             assert!((1.0..=2.0).contains(&ratio), "{name}: {what}: {ratio}");
+        }
+    }
+}
+
+/// Maxima that are not stated, and no room for partial states: numbers without end, and none that wraps.
+#[test]
+fn maxima_without_end() {
+    let geometry = HeadGeometry::new(32, 8, 128).unwrap();
+    let tiles = Tiles::new(&geometry, &Variants::candidates(&AdapterFacts::PLAIN_GPU, &geometry)[0]);
+    let layout = KvLayout::new(geometry, Dtype::F16, PageSize::new(16).unwrap(), 100).unwrap();
+    let layout = layout.with_segment_pages(NonZeroU32::new(5).unwrap());
+    let options = &AttentionOptions::new(&geometry);
+    for (pool, prefixes) in [
+        (SegmentGroups::whole(&layout), 0),
+        (SegmentGroups::whole(&layout), 4_000_000),
+        (SegmentGroups::new(&layout, NonZeroU32::MIN), 0),
+    ] {
+        let extras = &Extras { shared_prefixes: prefixes > 0, ..Extras::NONE };
+        for states in [0, 1, 2, 100_000] {
+            let workspace_max = states * state_bytes(&tiles);
+            let setting = Setting { pool: &pool, options, extras, tiles: &tiles, workspace_max };
+            let PlanCapacity { blocks, words, .. } = StepMax { prefixes, ..StepMax::default() }.capacity(&setting);
+            assert!(blocks > 1 << 30 && words > 1 << 60, "{blocks} blocks, {words} words");
         }
     }
 }
