@@ -180,6 +180,8 @@ pub struct Plan {
     chains: Vec<Chains>,
     spans: Vec<Span>,
     slices: Vec<Slice>,
+    /// Of each slice, the group of segments that it reads pages of.
+    segment_groups: Vec<u32>,
 }
 
 /// What plans are made for.
@@ -288,8 +290,10 @@ impl Plan {
             pages: layout.page_count(),
         };
         let spans = slices::spans(&lists, kv_heads);
+        let (slices, segment_groups) = spans.iter().map(Span::slice).unzip();
         Ok(Self {
-            slices: spans.iter().map(Span::slice).collect(),
+            slices,
+            segment_groups,
             spans,
             params,
             words,

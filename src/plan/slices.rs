@@ -27,9 +27,9 @@ pub(super) struct Span {
 }
 
 impl Span {
-    /// The whole span as one slice.
-    pub fn slice(&self) -> Slice {
-        Slice { kernel: self.kernel, workgroups: self.workgroups.clone() }
+    /// The whole span as one slice, and its group.
+    pub fn slice(&self) -> (Slice, u32) {
+        (Slice { kernel: self.kernel, workgroups: self.workgroups.clone() }, self.group)
     }
 }
 
@@ -95,9 +95,9 @@ impl Plan {
                 work = work.saturating_add(more);
             }
             slices.push(Slice { kernel, workgroups: begin..end });
-            slices
+            slices.into_iter().map(|slice| (slice, span.group)).collect::<Vec<_>>()
         };
-        self.slices = self.spans.iter().flat_map(cut).collect();
+        (self.slices, self.segment_groups) = self.spans.iter().flat_map(cut).unzip();
     }
 
     /// Multiply-adds of a slice, about: keys, times rows of a tile (whether there are so many or not), times dimensions of
@@ -145,10 +145,15 @@ impl Plan {
         self.extras.shared_prefixes || self.groups.count() > 1
     }
 
+    /// Slices, each with the group of segments that it reads pages of.
+    fn grouped(&self) -> impl Iterator<Item = (&Slice, u32)> {
+        self.slices.iter().zip(self.segment_groups.iter().copied())
+    }
+
     /// Slices with parameters of their own: those that are not all of a kernel's work, and those that read pages of one group
     /// of several.
-    fn parts(&self) -> impl Iterator<Item = &Slice> {
-        self.slices.iter().filter(|slice| !self.is_whole(slice))
+    fn parts(&self) -> impl Iterator<Item = (&Slice, u32)> {
+        self.grouped().filter(|(slice, _)| !self.is_whole(slice))
     }
 
     fn is_whole(&self, slice: &Slice) -> bool {
@@ -159,17 +164,11 @@ impl Plan {
         all && (self.groups.count() == 1 || slice.kernel == KernelId::Merge)
     }
 
-    /// The group of segments that a slice reads pages of.
-    fn group_of(&self, slice: &Slice) -> u32 {
-        let has = |span: &&Span| span.kernel == slice.kernel && span.workgroups.contains(&slice.workgroups.start);
-        self.spans.iter().find(has).map_or(0, |span| span.group)
-    }
-
     /// The parameters, then those of each part.
     pub(crate) fn blocks(&self) -> Vec<u8> {
-        let of_part = |slice: &Slice| {
+        let of_part = |(slice, group): (&Slice, u32)| {
             let params = Params { first_group: slice.workgroups.start, ..self.params };
-            let mut params = params.for_group(&self.groups, self.group_of(slice));
+            let mut params = params.for_group(&self.groups, group);
             let groups = match slice.kernel {
                 KernelId::Prefill => &mut params.prefill_groups,
                 KernelId::Decode => &mut params.decode_groups,
@@ -184,16 +183,16 @@ impl Plan {
     /// What is recorded.
     pub(crate) fn dispatches(&self) -> Vec<Dispatch> {
         let mut parts = 0;
-        let dispatch = |slice: &Slice| {
+        let dispatch = |(slice, segment_group): (&Slice, u32)| {
             let is_part = !self.is_whole(slice);
             parts += u32::from(is_part);
             Dispatch {
                 kernel: slice.kernel,
                 groups: slice.workgroups.len() as u32,
                 block: if is_part { parts } else { 0 },
-                segment_group: self.group_of(slice),
+                segment_group,
             }
         };
-        self.slices.iter().map(dispatch).collect()
+        self.grouped().map(dispatch).collect()
     }
 }
