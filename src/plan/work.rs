@@ -240,7 +240,16 @@ impl Step<'_> {
         let item = |first_row: u32| {
             let last_row = first_row.saturating_add(pass.tile_rows - 1).min(tile_rows.end - 1);
             let tile = rows.start + first_row / group..rows.start + last_row / group + 1;
-            let mut keys = part.trimmed(seen(self.batch, self.setting.options, &tile, &whole), page_size);
+            let own = |keys: &Range<u32>| part.trimmed(seen(self.batch, self.setting.options, &tile, keys), page_size);
+            let mut keys = own(&whole);
+            if part.entries.is_some() {
+                // Rows of several sequences may see keys apart from each other, and the group's first or last lie between.
+                let mut wider = whole.clone();
+                while keys != wider {
+                    wider = keys;
+                    keys = own(&wider);
+                }
+            }
             let first_run = runs.len();
             if let Some(mask) = self.mask {
                 mask.runs(tile, keys, runs);
