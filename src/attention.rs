@@ -318,7 +318,7 @@ pub struct Workspace {
 
 /// The most bytes of partial states that a workspace may have.
 pub(crate) fn workspace_max(limits: &wgpu::Limits) -> u64 {
-    limits.max_storage_buffer_binding_size.min(limits.max_buffer_size).saturating_sub(STATUS_ROOM)
+    buffers::binding_bytes(limits).saturating_sub(STATUS_ROOM)
 }
 
 /// Bytes before the partial states.
@@ -330,8 +330,7 @@ impl Workspace {
     /// # Errors
     /// [`BindError::TooLarge`] if the device cannot bind so much at once; [`BindError::OutOfMemory`].
     pub fn new(device: &wgpu::Device, bytes: u64) -> Result<Self, BindError> {
-        let limits = device.limits();
-        let found = limits.max_storage_buffer_binding_size.min(limits.max_buffer_size);
+        let found = buffers::binding_bytes(&device.limits());
         let needed = Self::buffer_bytes(bytes);
         if needed > found {
             return Err(BindError::TooLarge { buffer: "workspace", found, needed });

@@ -19,6 +19,11 @@ pub struct OutOfMemory {
     pub message: String,
 }
 
+/// The most bytes that a buffer may have and be bound.
+pub(crate) fn binding_bytes(limits: &wgpu::Limits) -> u64 {
+    limits.max_storage_buffer_binding_size.min(limits.max_buffer_size)
+}
+
 /// Creates a buffer; that there is no memory for it is this call's own error, and reaches no handler of the caller's.
 pub(crate) fn create(
     device: &wgpu::Device,

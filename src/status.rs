@@ -81,6 +81,13 @@ impl Status {
         Self { completed, errors }
     }
 
+    /// From the bytes of the words; those that are missing count as 0.
+    pub(crate) fn from_bytes(bytes: &[u8]) -> Self {
+        let mut words = bytes.chunks_exact(4).filter_map(|word| word.try_into().ok()).map(u32::from_le_bytes);
+        let mut word = || words.next().unwrap_or(0);
+        Self::from_words([word(), word()])
+    }
+
     /// Whether all went well, for `dispatched` workgroups in all (the sum of [`crate::Call::workgroups`],
     /// [`crate::AppendCall::workgroups`] and [`crate::PageCopies::workgroups`] over all that was submitted since the
     /// workspace was made, wrapping).

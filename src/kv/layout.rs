@@ -7,7 +7,7 @@ use bytemuck::{Pod, Zeroable};
 use thiserror::Error;
 
 use super::dtypes::{KvDtype, KvDtypes};
-use crate::buffers::{self, OutOfMemory};
+use crate::buffers::{self, OutOfMemory, binding_bytes};
 use crate::geometry::{HeadGeometry, PageSize};
 
 /// Bytes of a vector, the unit of all device offsets.
@@ -349,11 +349,6 @@ impl KvLayout {
         let (needed, found) = (self.segment_bytes().next().unwrap_or(0), binding_bytes(limits));
         if needed > found { Err(LayoutError::Binding { needed, found }) } else { Ok(()) }
     }
-}
-
-/// The most bytes that a buffer may have and be bound.
-fn binding_bytes(limits: &wgpu::Limits) -> u64 {
-    limits.max_storage_buffer_binding_size.min(limits.max_buffer_size)
 }
 
 fn create_buffer(device: &wgpu::Device, needed: u64) -> Result<wgpu::Buffer, LayoutError> {

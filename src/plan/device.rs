@@ -285,7 +285,7 @@ impl PlanBuffer {
     ) -> Result<Self, UploadError> {
         let bytes = plan_buffer_bytes(blocks, words);
         let limits = device.limits();
-        let allowed = limits.max_storage_buffer_binding_size.min(limits.max_buffer_size);
+        let allowed = buffers::binding_bytes(&limits);
         if bytes > allowed {
             return Err(UploadError { bytes, message: format!("the device allows {allowed}") });
         }

@@ -273,9 +273,7 @@ impl Runner {
         self.check_failure()?;
         let part = |from: u64, to: u64| bytes.get(from as usize..to as usize).unwrap_or_default();
         let [out_end, lse_end, status_end] = ends;
-        let mut status = part(lse_end, status_end).chunks_exact(4).filter_map(|word| word.try_into().ok());
-        let mut status_word = || status.next().map_or(0, u32::from_le_bytes);
-        Status::from_words([status_word(), status_word()]).check(workgroups)?;
+        Status::from_bytes(part(lse_end, status_end)).check(workgroups)?;
         self.pace = pace;
         let stored = match pages {
             Some(pages) => {
@@ -487,7 +485,7 @@ impl Runner {
     fn buffer(&self, label: &'static str, bytes: u64, usage: wgpu::BufferUsages) -> Result<wgpu::Buffer, RunError> {
         let limits = self.device.limits();
         let found = if usage.contains(wgpu::BufferUsages::STORAGE) {
-            limits.max_storage_buffer_binding_size.min(limits.max_buffer_size)
+            buffers::binding_bytes(&limits)
         } else {
             limits.max_buffer_size
         };

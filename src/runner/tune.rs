@@ -331,10 +331,8 @@ impl<V> Contender<V> {
         let mut encoder = runner.device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
         encoder.copy_buffer_to_buffer(self.workspace.status(), 0, &readback, 0, STATUS_BYTES);
         runner.queue.submit([encoder.finish()]);
-        let bytes = runner.read(&readback)?;
-        let mut words = bytes.chunks_exact(4).filter_map(|word| word.try_into().ok()).map(u32::from_le_bytes);
-        let mut word = || words.next().unwrap_or(0);
-        Ok(Status::from_words([word(), word()]).check(self.call.workgroups().wrapping_mul(self.calls))?)
+        let status = Status::from_bytes(&runner.read(&readback)?);
+        Ok(status.check(self.call.workgroups().wrapping_mul(self.calls))?)
     }
 
     fn best_ms(&self) -> f64 {

@@ -12,7 +12,23 @@ use paged_attention::{
     Case, Computed, Dtype, HeadGeometry, Output, PageSize, Report, RunError, RunOptions, Runner, adapter, verify,
     verify_storage, wgpu,
 };
-use paged_attention_cases::{CaseSpec, Heads, KvInput, append_page_ids, build, write_case};
+use paged_attention_cases::{
+    Alibi, Bias, BiasValues, CaseSpec, Heads, KvInput, Mask, Modifiers, Sinks, append_page_ids, build, write_case,
+};
+
+/// A bias of each head, of which a part hides its keys.
+pub const HIDING_BIAS: Bias = Bias { per_head: true, dtype: Dtype::F16, values: BiasValues::Hiding(20) };
+
+/// All that changes scores or hides keys, together.
+pub const EVERY_MODIFIER: Modifiers = Modifiers {
+    window_left: Some(330),
+    window_right: None,
+    softcap: Some(4.0),
+    alibi: Some(Alibi::Customary),
+    sinks: Some(Sinks::Within(10.0)),
+    mask: Some(Mask::Random(70)),
+    bias: Some(HIDING_BIAS),
+};
 
 /// One device for all tests of the process.
 pub struct Gpu {

@@ -3,8 +3,8 @@
 
 use paged_attention::kernels::{KernelId, Kernels, SourceEdit};
 use paged_attention::{
-    Append, AppendPlan, AppendSource, Attention, Batch, DevicePlan, Dtype, RunError, RunOptions, Status, StatusError,
-    Workspace, wgpu,
+    Append, AppendPlan, AppendSource, Attention, Batch, Call, Case, DevicePlan, Dtype, RunError, RunOptions, Status,
+    StatusError, Workspace, wgpu,
 };
 use paged_attention_cases::{CaseSpec, Heads, Pool, build};
 
@@ -77,6 +77,18 @@ fn a_device_that_goes_between_the_submits_of_a_call() {
     assert_eq!(difference(&gpu.fresh_runner().run(&case, &run).unwrap(), &expected), None);
 }
 
+/// A case's call, bound to a layer and a workspace of its own, with a slice for every workgroup.
+fn call_in_slices<'a>(host: &'a Host, case: &'a Case) -> (Layer<'a>, Workspace, Call) {
+    let layer = Layer::new(host, case, Dtype::F32);
+    let attention = host.attention(&layer.config);
+    let mut plan = attention.plan(&batch(case)).unwrap();
+    plan.cut(|_| 1);
+    let workspace = Workspace::new(&host.device, plan.workspace_bytes()).unwrap();
+    let device_plan = DevicePlan::upload(&host.device, &plan).unwrap();
+    let call = attention.bind(&host.device, &device_plan, layer.io(), &workspace).unwrap();
+    (layer, workspace, call)
+}
+
 /// The same for an application: half of a call's slices reach the device, which then goes.
 #[test]
 fn an_application_whose_device_goes_between_slices() {
@@ -84,13 +96,7 @@ fn an_application_whose_device_goes_between_slices() {
     let (case, expected) = gpu.run_spec(&spec()).unwrap();
     let lost = Host::open(gpu, shared.device.limits());
     for (host, goes) in [(&lost, true), (shared, false)] {
-        let layer = Layer::new(host, &case, Dtype::F32);
-        let attention = host.attention(&layer.config);
-        let mut plan = attention.plan(&batch(&case)).unwrap();
-        plan.cut(|_| 1);
-        let workspace = Workspace::new(&host.device, plan.workspace_bytes()).unwrap();
-        let device_plan = DevicePlan::upload(&host.device, &plan).unwrap();
-        let call = attention.bind(&host.device, &device_plan, layer.io(), &workspace).unwrap();
+        let (layer, workspace, call) = call_in_slices(host, &case);
         let half = call.slices() / 2;
         host.submit(|pass| call.encode_slices(pass, 0..half));
         let found = half as u32;
@@ -215,13 +221,7 @@ fn an_application_whose_device_goes() {
 fn commands_that_were_not_submitted() {
     let (Some(gpu), Some(host)) = (gpu(), host()) else { return };
     let (case, expected) = gpu.run_spec(&spec()).unwrap();
-    let layer = Layer::new(host, &case, Dtype::F32);
-    let attention = host.attention(&layer.config);
-    let mut plan = attention.plan(&batch(&case)).unwrap();
-    plan.cut(|_| 1);
-    let workspace = Workspace::new(&host.device, plan.workspace_bytes()).unwrap();
-    let device_plan = DevicePlan::upload(&host.device, &plan).unwrap();
-    let call = attention.bind(&host.device, &device_plan, layer.io(), &workspace).unwrap();
+    let (layer, workspace, call) = call_in_slices(host, &case);
     let needed = call.workgroups();
     {
         let mut encoder = host.encoder();

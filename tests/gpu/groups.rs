@@ -10,13 +10,13 @@ use paged_attention::{
     RunOptions, Runner, SharedPrefix, Workspace, wgpu,
 };
 use paged_attention_cases::{
-    Alibi, Bias, BiasValues, CaseSpec, Crossed, Heads, Mask, Modifiers, PageOrder, Pool, SharedSpec, Sinks, build,
-    crossed, crossed_kernels, shared,
+    CaseSpec, Crossed, Heads, Mask, Modifiers, PageOrder, Pool, SharedSpec, Sinks, build, crossed, crossed_kernels,
+    shared,
 };
 
 use crate::api::Host;
 use crate::api::host::{Guarded, owned, padded_rows};
-use crate::common::{Gpu, Tally, bits, difference, gpu, judge, rows_of, run_options, say};
+use crate::common::{EVERY_MODIFIER, Gpu, HIDING_BIAS, Tally, bits, difference, gpu, judge, rows_of, run_options, say};
 
 /// Prompts, a short chunk, decodes of one split and of several.
 const MIXED: [(u32, u32); 7] = [(40, 70), (1, 600), (33, 33), (3, 90), (1, 1), (1, 45), (0, 20)];
@@ -98,16 +98,6 @@ fn every_option() {
     let Some(gpu) = gpu() else { return };
     let mut tally = Tally::new("groups/options");
     const NONE: Modifiers = Modifiers::NONE;
-    let bias = Bias { per_head: true, dtype: Dtype::F16, values: BiasValues::Hiding(20) };
-    let all = Modifiers {
-        window_left: Some(330),
-        window_right: None,
-        softcap: Some(4.0),
-        alibi: Some(Alibi::Customary),
-        sinks: Some(Sinks::Within(10.0)),
-        mask: Some(Mask::Random(70)),
-        bias: Some(bias),
-    };
     // Room for slopes and bias beside two segments.
     let mut runner = device(gpu, 4);
     for (causal, modifiers, page_size) in [
@@ -118,9 +108,9 @@ fn every_option() {
         (true, Modifiers { mask: Some(Mask::Random(50)), ..NONE }, 1),
         (false, Modifiers { mask: Some(Mask::Blocks(16)), ..NONE }, 16),
         (true, Modifiers { mask: Some(Mask::Nothing), ..NONE }, 16),
-        (false, Modifiers { bias: Some(bias), ..NONE }, 16),
-        (true, all, 1),
-        (true, all, 16),
+        (false, Modifiers { bias: Some(HIDING_BIAS), ..NONE }, 16),
+        (true, EVERY_MODIFIER, 1),
+        (true, EVERY_MODIFIER, 16),
     ] {
         let spec = CaseSpec::new("groups/options", HEADS, MIXED).dtype(Dtype::F16).causal(causal).modified(modifiers);
         let spec = spec.paged(Pool::new(page_size)).seed(92);

@@ -6,12 +6,12 @@ use paged_attention::{
     Batch, Case, Dtype, KvDtype, KvDtypes, KvSource, Output, RunOptions, SharedPrefix, States, Tensor,
 };
 use paged_attention_cases::{
-    Alibi, Bias, BiasValues, CaseSpec, Heads, Mask, Modifiers, Pool, Seq, SharedSpec, Sinks, build, share_pages, shared,
+    Alibi, CaseSpec, Heads, Mask, Modifiers, Pool, Seq, SharedSpec, Sinks, build, share_pages, shared,
 };
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
-use crate::common::{Tally, bits, difference, gpu, rows_of, run_options, say};
+use crate::common::{EVERY_MODIFIER, HIDING_BIAS, Tally, bits, difference, gpu, rows_of, run_options, say};
 
 /// How a description is run, with its prefixes shared.
 fn options(shared: &SharedSpec) -> RunOptions {
@@ -89,16 +89,6 @@ fn options_go_by_each_sequence() {
     let mut tally = Tally::new("shared/options");
     const NONE: Modifiers = Modifiers::NONE;
     let window = |left, right| Modifiers { window_left: left, window_right: right, ..NONE };
-    let bias = Bias { per_head: true, dtype: Dtype::F16, values: BiasValues::Hiding(20) };
-    let all = Modifiers {
-        window_left: Some(330),
-        window_right: None,
-        softcap: Some(4.0),
-        alibi: Some(Alibi::Customary),
-        sinks: Some(Sinks::Within(10.0)),
-        mask: Some(Mask::Random(70)),
-        bias: Some(bias),
-    };
     let row = rows(&["tree-f16"]).remove(0);
     for (causal, modifiers) in [
         (false, NONE),
@@ -112,8 +102,8 @@ fn options_go_by_each_sequence() {
         (true, Modifiers { mask: Some(Mask::Random(50)), ..NONE }),
         (false, Modifiers { mask: Some(Mask::Blocks(16)), ..NONE }),
         (true, Modifiers { mask: Some(Mask::Nothing), ..NONE }),
-        (false, Modifiers { bias: Some(bias), ..NONE }),
-        (true, all),
+        (false, Modifiers { bias: Some(HIDING_BIAS), ..NONE }),
+        (true, EVERY_MODIFIER),
     ] {
         let spec = row.spec.clone().modified(modifiers).causal(causal);
         // Small heads: each choice of options is a compilation of its own.
